@@ -1,0 +1,267 @@
+"""The contract of every op as one table: shapes, dtypes, devices, layouts.
+
+The table drives the checks below, the documentation and the tests that break one argument at a time. What a check
+finds depends on shapes, dtypes, strides and devices alone, so it is remembered: a repeated call costs microseconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from kdaserve import guards
+from kdaserve.errors import error
+
+CHUNK = 64
+"""Tokens in a chunk (C in the equations)."""
+L2_EPS = 1e-6
+"""Added to the sum of squares by the L2 norm of q and k."""
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+"""Input and pool dtypes. float64 is for checking: only the backends `reference` and `torch` take it."""
+PARAMETERS = (torch.float32, torch.float64)
+INDICES = (torch.int32, torch.int64)
+
+Sizes = Mapping[str, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Argument:
+    """One tensor of a call.
+
+    `shape` names a symbol or a product of symbols a dimension; ``>=T`` means at least T, ``N+1`` one more than N. A symbol
+    is set by the first argument that carries it.
+    """
+
+    name: str
+    shape: str
+    dtypes: tuple[torch.dtype, ...]
+    meaning: str
+    optional: bool = False
+    same_dtype_as: str | None = None
+    last_dim_contiguous: bool = False
+    slot_dense: bool = False
+    """[HV, V, K] inside a slot is contiguous and slots do not overlap; the slot stride is free."""
+    checked_with: tuple[str, ...] = ()
+    """Arguments that share one message with this one, itself first."""
+    size_error: str = "KDA104"
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Symbols of `shape`, one a dimension."""
+        return tuple(self.shape.split())
+
+    @property
+    def layout(self) -> str:
+        """`shape` as people write it, such as ``[B, T, H, K]``."""
+        return "[" + ", ".join(self.dims) + "]"
+
+
+_POOL = Argument("initial_state", "slots HV V K", FLOATS, "the state pool, updated in place; the slot stride is free", slot_dense=True)
+_A_LOG = Argument("A_log", "HV", PARAMETERS, "gate parameter; a = exp(A_log)", optional=True, size_error="KDA112")
+_DT_BIAS = Argument("dt_bias", "HV*K", PARAMETERS, "gate bias, head-major", optional=True, size_error="KDA112")
+
+PREFILL: tuple[Argument, ...] = (
+    Argument("q", "B T H K", FLOATS, "queries", last_dim_contiguous=True),
+    Argument("k", "B T H K", FLOATS, "keys", same_dtype_as="q", last_dim_contiguous=True),
+    Argument("v", "B T HV V", FLOATS, "values", same_dtype_as="q", last_dim_contiguous=True),
+    Argument("g", "B >=T HV K", FLOATS, "raw gate logit with `A_log`, else log decay a token (natural log, <= 0)", last_dim_contiguous=True),
+    Argument("beta", "B >=T HV", FLOATS, "write strength in [0, 1]; its logit with `beta_is_raw`"),
+    _POOL,
+    Argument("cu_seqlens", "N+1", INDICES, "packed boundaries, from 0, never decreasing", optional=True, size_error="KDA116"),
+    Argument("initial_state_indices", "N", INDICES, "pool row of each sequence; negative = padding", size_error="KDA116"),
+    _A_LOG,
+    _DT_BIAS,
+    Argument("track_state", "N HV V K", (torch.float32,), "receives the state at the start of a chunk", optional=True, slot_dense=True),
+    Argument("track_chunk_idx", "N", INDICES, "chunk to track of each sequence; -1 = none", optional=True, size_error="KDA116"),
+    Argument("out", "B T HV V", FLOATS, "where the output goes; may be `v` itself", optional=True, same_dtype_as="q"),
+)
+
+DECODE: tuple[Argument, ...] = (
+    Argument("mixed_qkv", "B W", FLOATS, "q | k | v after the short convolution, W = 2*H*K + HV*V", last_dim_contiguous=True),
+    _POOL,
+    Argument("a", "B HV*K", FLOATS, "raw gate logits", last_dim_contiguous=True, checked_with=("a", "b")),
+    Argument("b", "B HV", FLOATS, "raw beta logits", last_dim_contiguous=True, checked_with=("a", "b")),
+    dataclasses.replace(_A_LOG, optional=False),
+    _DT_BIAS,
+    Argument("out", "B 1 HV V", FLOATS, "where the output goes", same_dtype_as="mixed_qkv"),
+    Argument("ssm_state_indices", "B", INDICES, "pool row of each request; negative = padding", size_error="KDA116"),
+)
+
+TABLE: dict[str, tuple[Argument, ...]] = {"chunk_kda": PREFILL, "recurrent_kda": PREFILL, "packed_decode_kda": DECODE}
+
+
+def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any], relations: Callable[[str, dict], None]) -> Sizes:
+    """Checks all tensors of a call against `table`, then `relations`; returns the sizes by symbol.
+
+    Raises: KDA102 to KDA112, KDA115 to KDA117, KDA123.
+    """
+    key = (op, *[_layout_key(op, a, arguments[a.name]) for a in table])
+    sizes = _remembered.get(key)
+    if sizes is None:
+        for argument in table:
+            _check_kind(op, argument, arguments, table[0].name)
+        sizes = _bind_sizes(op, table, arguments)
+        relations(op, sizes)
+        if len(_remembered) >= 4096:
+            _remembered.clear()
+        _remembered[key] = sizes
+    return sizes
+
+
+_remembered: dict[tuple, dict[str, int]] = {}
+
+
+def _layout_key(op: str, argument: Argument, value: Any) -> Any:
+    if value is None:
+        if argument.optional:
+            return None
+    elif isinstance(value, torch.Tensor):
+        return value.shape, value.dtype, value.stride(), value.device
+    raise error("KDA108", op=op, argument=argument.name, expected=f"a tensor {argument.layout}", got=_type_name(value))
+
+
+def _check_kind(op: str, argument: Argument, arguments: Mapping[str, Any], first: str) -> None:
+    """Number of dimensions, dtype, device and strides of one argument."""
+    value = arguments[argument.name]
+    if value is None:
+        return
+    group = argument.checked_with or (argument.name,)
+    tensors = {name: arguments[name] for name in group}
+    ndim = len(argument.dims)
+    if any(t.ndim != ndim for t in tensors.values()):
+        names = " and ".join(f"`{name}`" for name in group)
+        what = f"{names} must be {'a ' if len(group) == 1 else ''}{ndim}D tensor{'s' if len(group) > 1 else ''}"
+        got = ", ".join((f"{name}.ndim={t.ndim}" if len(group) > 1 else f"ndim={t.ndim}") for name, t in tensors.items())
+        raise error("KDA103", op=op, what=what, got=got, shape=argument.layout)
+    if value.dtype not in argument.dtypes:
+        raise error("KDA105", op=op, argument=argument.name, got=_dtype(value), expected=", ".join(str(d)[6:] for d in argument.dtypes))
+    source = argument.same_dtype_as
+    if source and value.dtype != arguments[source].dtype:
+        raise error("KDA106", op=op, argument=argument.name, got=_dtype(value), expected=_dtype(arguments[source]), source=source)
+    if not guards.same_device(arguments[first], value):
+        raise error("KDA107", op=op, argument=argument.name, got=value.device, expected=arguments[first].device, source=first)
+    if argument.last_dim_contiguous and not all(guards.last_dim_contiguous(t) for t in tensors.values()):
+        names = "/".join(f"`{name}`" for name in group)
+        raise error("KDA109", op=op, arguments=names, got=", ".join(str(tuple(t.stride())) for t in tensors.values()))
+    if argument.slot_dense and not guards.pool_is_dense(value):
+        raise error("KDA123", op=op, argument=argument.name, shape=tuple(value.shape), got=tuple(value.stride()))
+
+
+def _bind_sizes(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Gives every symbol its size and holds the other arguments to it."""
+    sizes: dict[str, int] = {}
+    source: dict[str, str] = {}
+    for argument in table:
+        value = arguments[argument.name]
+        if value is None:
+            continue
+        if argument.name == "cu_seqlens":
+            _check_packed(op, sizes, value)
+        elif "N" in argument.dims and "N" not in sizes:
+            sizes["N"], source["N"] = sizes["B"], "q"
+        for dim, (symbol, got) in enumerate(zip(argument.dims, value.shape, strict=True)):
+            if symbol == "N+1":
+                symbol, got = "N", got - 1
+            if symbol.isidentifier() and symbol not in sizes:
+                sizes[symbol], source[symbol] = got, argument.name
+            elif symbol.startswith(">="):
+                if got < sizes[symbol[2:]]:
+                    raise error("KDA102", op=op, argument=argument.name, got=got, expected=sizes[symbol[2:]])
+            else:
+                expected = math.prod(int(s) if s.isdigit() else sizes[s] for s in symbol.split("*"))
+                if got != expected:
+                    by = " and ".join(f"`{source[s]}`" for s in symbol.split("*") if s in source) or "the contract"
+                    details = {"dim": dim, "symbol": symbol, "source": by, "shape": tuple(value.shape)}
+                    raise error(argument.size_error, op=op, argument=argument.name, got=got, expected=expected, **details)
+    return sizes
+
+
+def _check_packed(op: str, sizes: dict[str, int], cu_seqlens: torch.Tensor) -> None:
+    if sizes["B"] != 1:
+        raise error("KDA115", op=op, problem=f"packed input has batch 1, q has batch {sizes['B']}")
+    if cu_seqlens.numel() == 0:
+        raise error("KDA115", op=op, problem="it is empty; with no sequence it holds the single entry 0")
+
+
+def prefill_relations(op: str, sizes: dict[str, int]) -> None:
+    """What the sizes of a prefill call must have to do with each other."""
+    for symbol in ("K", "V"):
+        if not guards.head_dim_supported(sizes[symbol]):
+            raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
+    if not guards.heads_divide(sizes["H"], sizes["HV"]):
+        raise error("KDA110", op=op, heads=sizes["H"], v_heads=sizes["HV"])
+
+
+def decode_relations(op: str, sizes: dict[str, int]) -> None:
+    """Like `prefill_relations`; the number of query heads follows from the packed width."""
+    HV, K, V, W = (sizes[s] for s in ("HV", "K", "V", "W"))
+    for symbol in ("K", "V"):
+        if not guards.head_dim_supported(sizes[symbol]):
+            raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
+    if not guards.packed_width_fits(W, HV, K, V):
+        fitting = ", ".join(f"{2 * H * K + HV * V} (H={H})" for H in range(1, HV + 1) if HV % H == 0)
+        raise error("KDA117", op=op, got=W, v_heads=HV, k_dim=K, v_dim=V, expected=fitting)
+    sizes["H"] = (W - HV * V) // (2 * K)
+
+
+def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
+    """KDA113, KDA114: which gate formula is asked for."""
+    if A_log is None:
+        for name, value in (("dt_bias", dt_bias), ("lower_bound", lower_bound)):
+            if value is not None:
+                raise error("KDA113", op=op, argument=name)
+    if lower_bound is not None:
+        check_number(op, "lower_bound", lower_bound)
+        if not (math.isfinite(lower_bound) and lower_bound < 0):
+            raise error("KDA114", op=op, got=lower_bound)
+
+
+def check_scale(op: str, scale: Any, K: int) -> float:
+    """The scale of a call, KDA124 when it is not finite."""
+    if scale is None:
+        return K**-0.5
+    check_number(op, "scale", scale)
+    if not math.isfinite(scale):
+        raise error("KDA124", op=op, got=scale)
+    return float(scale)
+
+
+def check_number(op: str, name: str, value: Any) -> None:
+    """KDA108 unless `value` is a real number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise error("KDA108", op=op, argument=name, expected="a number", got=_type_name(value))
+
+
+def check_flag(op: str, name: str, value: Any) -> None:
+    """KDA108 unless `value` is a bool."""
+    if not isinstance(value, bool):
+        raise error("KDA108", op=op, argument=name, expected="True or False", got=_type_name(value))
+
+
+CHECKS = ("shapes", "values")
+
+
+def check_level(op: str, check: Any) -> None:
+    """KDA125 for an unknown level of checking."""
+    if check not in CHECKS:
+        raise error("KDA125", op=op, option="check", got=repr(check), expected=", ".join(CHECKS))
+
+
+def check_in_place(op: str, **written: torch.Tensor | None) -> None:
+    """KDA122 for a leaf that autograd would not let us write."""
+    for name, tensor in written.items():
+        if tensor is not None and not guards.can_update_in_place(tensor):
+            raise error("KDA122", op=op, argument=name)
+
+
+def _type_name(value: Any) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype)[6:]

@@ -1,0 +1,1 @@
+"""One folder an op; its `api` module is the only public one."""

@@ -1,0 +1,1 @@
+"""Chunked prefill over indexed pool slots."""

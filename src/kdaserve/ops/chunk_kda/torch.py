@@ -1,0 +1,117 @@
+"""Chunked prefill in plain PyTorch: all chunks of a block at once (prepare), then chunk after chunk (chain)."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from kdaserve.contract import CHUNK
+from kdaserve.ops.prefill import PrefillCall, compute_dtype
+from kdaserve.ops.schedule import Block, differentiates, new_output, scatter, schedule, token_inputs
+from kdaserve.ops.states import States
+
+LOG2_E = math.log2(math.e)
+# (sequence, chunk, head) triples prepared together. On a CPU 32 of them, 1 MB a tensor at K = 128, stay in the cache.
+# A gradient needs everything anyway, and gathering many blocks from one input would cost a full-size gradient each.
+TRIPLES_PER_BLOCK = {"cpu": 32}
+TRIPLES_PER_BLOCK_ELSEWHERE = 4096
+
+
+class Prepared(NamedTuple):
+    """What the chain needs of every (chunk, head), `[units * HV, ...]`."""
+
+    u: Tensor  # [C, V]
+    w: Tensor  # [C, K], negated
+    q: Tensor  # [C, K], scaled and decayed from the chunk's start
+    qk: Tensor  # [C, C], the products inside the chunk
+    k: Tensor  # [C, K], decayed to the chunk's end
+    decay: Tensor  # [1, K], of the whole chunk
+
+
+def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
+    """Runs a prefill call; see `chunk_kda`."""
+    dtype, lengths, HV = compute_dtype(call), call.host_plan().lengths, call.sizes["HV"]
+    triples = TRIPLES_PER_BLOCK.get(call.q.device.type, TRIPLES_PER_BLOCK_ELSEWHERE)
+    units = sum(lengths) if differentiates(call) else max(1, triples // HV)
+    states = States(call, dtype)
+    out = new_output(call, lengths)
+    for group in schedule(lengths, CHUNK, units, call.q.device):
+        S = states.initial(group.sequences)
+        for block in group.blocks:
+            S, o = _chain(_prepare(call, block, dtype), block, group.sequences, S, states)
+            scatter(out, block, o)
+        states.boundary(max(lengths[n] for n in group.sequences), group.sequences, 0, S)
+    return out, states.commit()
+
+
+def _prepare(call: PrefillCall, block: Block, dtype: torch.dtype) -> Prepared:
+    """E5 to E8 and the inner products of E10, for all chunks of a block."""
+    q, k, v, g, beta = token_inputs(call, block, CHUNK, dtype)
+    q, g = q * call.scale, g * LOG2_E
+    kb = -beta * k
+    M, qk, prefix, suffix = _by_doubling(q, k, kb, g)
+    start, end = _exp2(prefix), _exp2(suffix)
+    return Prepared(M @ (beta * v), M @ (kb * start), q * start, qk, k * end, start[:, -1:])  # E8
+
+
+def _by_doubling(q: Tensor, k: Tensor, kb: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """E5 to E7 and the products q.k of E10, from segments of one token to the whole chunk.
+
+    Two neighbouring segments meet at an anchor: rows of the second decay from it, columns of the first decay to it. Both exponents are sums of
+    log decays between those tokens alone, so they are <= 0 and nothing overflows or cancels, however strong or mixed the decay is. The inverse
+    follows from those of the two halves.
+
+    Args:
+        q, k: `[m, C, K]`; kb: -beta * k; g: log2 of the decay.
+
+    Returns:
+        M `[m, C, C]` (E7), qk `[m, C, C]`, the sums of g from the chunk's start to each token, and from behind each token to the chunk's end.
+    """
+    m, C, K = q.shape
+    rows = torch.stack([kb, q], 2)
+    M, qk = torch.ones_like(g[..., :1, None]), (q * k).sum(-1)[..., None, None]
+    prefix, suffix = g, torch.zeros_like(g)
+    s = 1
+    while s < C:
+        pairs = C // (2 * s)
+        from_anchor, to_anchor = prefix.view(m, pairs, 2, s, K), suffix.view(m, pairs, 2, s, K)
+        second = rows.view(m, pairs, 2, s, 2, K)[:, :, 1] * _exp2(from_anchor[:, :, 1])[..., None, :]
+        first = k.view(m, pairs, 2, s, K)[:, :, 0] * _exp2(to_anchor[:, :, 0])
+        products = (second.reshape(m * pairs, 2 * s, K) @ first.reshape(m * pairs, s, K).mT).view(m * pairs, s, 2, s)  # E5, E6
+        M1, M2 = M.view(m * pairs, 2, s, s).unbind(1)
+        M = _lower(M1, M2 @ products[:, :, 0] @ M1, M2).view(m, pairs, 2 * s, 2 * s)  # E7
+        qk1, qk2 = qk.view(m * pairs, 2, s, s).unbind(1)
+        qk = _lower(qk1, products[:, :, 1], qk2).view(m, pairs, 2 * s, 2 * s)
+        prefix = torch.cat([from_anchor[:, :, 0], from_anchor[:, :, 1] + from_anchor[:, :, 0, -1:]], 2)
+        suffix = torch.cat([to_anchor[:, :, 0] + from_anchor[:, :, 1, -1:], to_anchor[:, :, 1]], 2)
+        s *= 2
+    return M[:, 0], qk[:, 0], prefix.view(m, C, K), suffix.view(m, C, K)
+
+
+def _lower(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The block matrix [[a, 0], [b, c]]."""
+    return torch.cat([F.pad(a, (0, a.shape[-1])), torch.cat([b, c], -1)], -2)
+
+
+def _exp2(x: Tensor) -> Tensor:
+    """2**x for x <= 0; below 2**-100 exactly zero, since numbers near float32's smallest make a CPU's products slow."""
+    return F.threshold(x, -100, -torch.inf).exp2_()
+
+
+def _chain(p: Prepared, block: Block, sequences: tuple[int, ...], S: Tensor, states: States) -> tuple[Tensor, Tensor]:
+    """E9 to E11 over the steps of a block; S `[n, HV, V, K]` are the sequences that run at its first step."""
+    HV, outputs, start = S.shape[1], [], 0
+    for j, running in enumerate(block.running):
+        S = states.boundary((block.first_step + j) * CHUNK, sequences, running, S)
+        units = slice(start * HV, (start + running) * HV)
+        u, w, q, qk, k, decay = (x[units] for x in p)
+        flat = S.flatten(0, 1)
+        r = torch.baddbmm(u, w, flat.mT)  # E9
+        outputs.append(torch.baddbmm(q @ flat.mT, qk, r))  # E10
+        S = torch.baddbmm(flat * decay, r.mT, k).view_as(S)  # E11
+        start += running
+    return S, torch.cat(outputs).unflatten(0, (-1, HV))

@@ -1,0 +1,1 @@
+"""Decode of one token a request, straight from the fused projection."""

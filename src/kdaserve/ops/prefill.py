@@ -1,0 +1,138 @@
+"""What `chunk_kda` and `recurrent_kda` share: one signature, one set of checks, one record that backends run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdaserve import contract, dispatch, guards, values
+from kdaserve.errors import error
+from kdaserve.plan import PrefillPlan, plan_prefill, sequence_lengths
+from kdaserve.snapshots import Snapshots
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class PrefillCall:
+    """A checked prefill call; the fields are the arguments of `chunk_kda` with defaults filled in."""
+
+    op: str
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    scale: float
+    initial_state: Tensor
+    initial_state_indices: Tensor
+    use_qk_l2norm_in_kernel: bool
+    cu_seqlens: Tensor | None
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    lower_bound: float | None
+    output_intermediate_states: bool
+    beta_is_raw: bool
+    track_state: Tensor | None
+    track_chunk_idx: Tensor | None
+    snapshots: Snapshots | None
+    plan: PrefillPlan | None
+    out: Tensor | None
+    sizes: contract.Sizes
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of the call by name."""
+        named = {a.name: getattr(self, a.name) for a in contract.PREFILL}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def host_plan(self) -> PrefillPlan:
+        """The plan given, or one made from `cu_seqlens` (a sync when they are on a GPU)."""
+        if self.plan is None:
+            B, T = self.sizes["B"], self.sizes["T"]
+            lengths = [T] * B if self.cu_seqlens is None else sequence_lengths(self.op, self.cu_seqlens, T)
+            self.plan = plan_prefill(lengths=lengths, device=self.q.device)
+        return self.plan
+
+
+def run(op: str, arguments: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
+    """Checks a prefill call, chooses its backend and runs it."""
+    call = prefill_call(op, arguments)
+    o, h = dispatch.execute(call, arguments["backend"])
+    return (o, h) if call.output_intermediate_states else o
+
+
+def prefill_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
+    """The checked record of a call; raises before anything is written (S19)."""
+    if arguments["initial_state"] is None or arguments["initial_state_indices"] is None:
+        missing = [f"`{name}`" for name in ("initial_state", "initial_state_indices") if arguments[name] is None]
+        raise error("KDA101", op=op, missing=" and ".join(missing))
+    sizes = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
+    for flag in ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"):
+        contract.check_flag(op, flag, arguments[flag])
+    contract.check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
+    contract.check_level(op, arguments["check"])
+    contract.check_in_place(op, initial_state=arguments["initial_state"], out=arguments["out"], track_state=arguments["track_state"])
+    _check_pairs(op, arguments)
+    fields = {f.name for f in dataclasses.fields(PrefillCall)} - {"op", "sizes", "scale"}
+    call = PrefillCall(
+        op=op,
+        sizes=sizes,
+        scale=contract.check_scale(op, arguments["scale"], sizes["K"]),
+        **{name: arguments[name] for name in fields},
+    )
+    _check_plan(call)
+    _check_out(call)
+    values.check_prefill_indices(call, sync=arguments["check"] == "values")
+    if arguments["check"] == "values":
+        values.check_prefill_data(call)
+    return call
+
+
+def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
+    pair = ("track_state", "track_chunk_idx")
+    for present, missing in (pair, pair[::-1]):
+        if arguments[present] is not None and arguments[missing] is None:
+            raise error("KDA118", op=op, present=present, missing=missing)
+    for name, kind in (("snapshots", Snapshots), ("plan", PrefillPlan)):
+        if arguments[name] is not None and not isinstance(arguments[name], kind):
+            got = type(arguments[name]).__name__
+            raise error("KDA108", op=op, argument=name, expected=f"a kdaserve.{kind.__name__} or None", got=got)
+
+
+def _check_plan(call: PrefillCall) -> None:
+    plan, B, T, N = call.plan, *(call.sizes[s] for s in "BTN")
+    if plan is None:
+        return
+    if len(plan.lengths) != N:
+        problem = f"it has {len(plan.lengths)} sequences, the call has {N}"
+    elif B > 1 and any(n != T for n in plan.lengths):
+        problem = f"batched input needs lengths of {T} for all {B} sequences, it has {list(plan.lengths)}"
+    elif plan.tokens > B * T:
+        problem = f"it has {plan.tokens} tokens, q has {B * T} rows"
+    elif plan.cu_seqlens.device != call.q.device:
+        problem = f"its tables are on {plan.cu_seqlens.device}, q is on {call.q.device}"
+    else:
+        return
+    raise error("KDA120", op=call.op, problem=problem)
+
+
+def _check_out(call: PrefillCall) -> None:
+    if call.out is None:
+        return
+    writes_over_v = _same_view(call.out, call.v)
+    for name in ("q", "k", "v", "g", "beta", "initial_state"):
+        if not (name == "v" and writes_over_v) and not guards.out_does_not_overlap(call.out, getattr(call, name)):
+            raise error("KDA121", op=call.op, argument=name)
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+
+
+def compute_dtype(call: PrefillCall) -> torch.dtype:
+    """float32, or float64 when an input or the pool is float64 (S12)."""
+    wide = (t.dtype == torch.float64 for t in (call.q, call.g, call.beta, call.initial_state))
+    return torch.float64 if any(wide) else torch.float32

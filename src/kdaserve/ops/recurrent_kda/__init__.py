@@ -1,0 +1,1 @@
+"""Prefill of a few tokens a request, token by token."""

@@ -1,0 +1,63 @@
+"""Which states a prefill saves on its way, for prefix caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kdaserve.errors import error
+
+
+class Snapshots:
+    """Save the state after `tokens[i]` tokens of sequence `sequence[i]` into pool row `slot[i]`.
+
+    Args:
+        sequence: `[M]` number of the sequence in the call.
+        tokens: `[M]` tokens of that sequence after which to save: a multiple of 64 up to its length, or the length itself.
+            0 saves the state the sequence starts from.
+        slot: `[M]` pool row to write, in the pool's dtype; negative = unused entry (for calls of fixed capacity). A row must not be
+            the row of a sequence of the same call, nor be named twice.
+
+    Each is a list of integers or an int32 or int64 tensor; several entries may name one sequence. Ranges are checked when the entries are
+    on the host, and with ``check="values"`` anywhere.
+
+    Raises:
+        ContractError: KDA119 when the three differ in length or hold anything but integers.
+
+    Example:
+        >>> Snapshots(sequence=[0, 0], tokens=[64, 128], slot=[5, 6])
+        Snapshots(sequence=[0, 0], tokens=[64, 128], slot=[5, 6])
+    """
+
+    def __init__(self, sequence: Sequence[int] | Tensor, tokens: Sequence[int] | Tensor, slot: Sequence[int] | Tensor) -> None:
+        self.sequence = _integers("sequence", sequence)
+        self.tokens = _integers("tokens", tokens)
+        self.slot = _integers("slot", slot)
+        if not len(self.sequence) == len(self.tokens) == len(self.slot):
+            counts = f"{len(self.sequence)}, {len(self.tokens)} and {len(self.slot)}"
+            raise error("KDA119", problem=f"`sequence`, `tokens` and `slot` have {counts} entries; one of each makes a snapshot")
+
+    @property
+    def on_host(self) -> bool:
+        """Whether reading the entries costs no device sync."""
+        return all(t.device.type == "cpu" for t in (self.sequence, self.tokens, self.slot))
+
+    def entries(self) -> list[tuple[int, int, int]]:
+        """The used entries as (sequence, tokens, slot); a sync when they are on a GPU."""
+        rows = zip(self.sequence.tolist(), self.tokens.tolist(), self.slot.tolist(), strict=True)
+        return [row for row in rows if row[2] >= 0]
+
+    def __repr__(self) -> str:
+        return f"Snapshots(sequence={self.sequence.tolist()}, tokens={self.tokens.tolist()}, slot={self.slot.tolist()})"
+
+
+def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
+    if isinstance(values, Tensor):
+        if values.dtype not in (torch.int32, torch.int64) or values.ndim != 1:
+            raise error("KDA119", problem=f"`{name}` must be one-dimensional int32 or int64, got {values.ndim}D {values.dtype}")
+        return values
+    if not isinstance(values, Sequence) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+        raise error("KDA119", problem=f"`{name}` must be a list of integers or an integer tensor, got {values!r}")
+    return torch.tensor(values, dtype=torch.int64)
