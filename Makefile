@@ -21,7 +21,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 docs: .venv/installed
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed
 	$(BIN)/kdaserve bench --cpu

@@ -148,6 +148,8 @@ def _check_kind(op: str, argument: Argument, arguments: Mapping[str, Any], first
     if argument.last_dim_contiguous and not all(guards.last_dim_contiguous(t) for t in tensors.values()):
         names = "/".join(f"`{name}`" for name in group)
         raise error("KDA109", op=op, arguments=names, got=", ".join(str(tuple(t.stride())) for t in tensors.values()))
+    if argument.name == "out" and not guards.elements_are_distinct(value):
+        raise error("KDA121", op=op, written="out", argument="itself")
     if argument.slot_dense and not guards.pool_is_dense(value):
         raise error("KDA123", op=op, argument=argument.name, shape=tuple(value.shape), got=tuple(value.stride()))
 
@@ -175,7 +177,7 @@ def _bind_sizes(op: str, table: tuple[Argument, ...], arguments: Mapping[str, An
             else:
                 expected = math.prod(int(s) if s.isdigit() else sizes[s] for s in symbol.split("*"))
                 if got != expected:
-                    by = " and ".join(f"`{source[s]}`" for s in symbol.split("*") if s in source) or "the contract"
+                    by = " and ".join(dict.fromkeys(f"`{source[s]}`" for s in symbol.split("*") if s in source)) or "the contract"
                     details = {"dim": dim, "symbol": symbol, "source": by, "shape": tuple(value.shape)}
                     raise error(argument.size_error, op=op, argument=argument.name, got=got, expected=expected, **details)
     return sizes
@@ -257,6 +259,13 @@ def check_in_place(op: str, **written: torch.Tensor | None) -> None:
     for name, tensor in written.items():
         if tensor is not None and not guards.can_update_in_place(tensor):
             raise error("KDA122", op=op, argument=name)
+
+
+def check_apart(op: str, written: str, tensor: torch.Tensor, **others: torch.Tensor) -> None:
+    """KDA121 when a tensor that is written shares memory with another one of the call."""
+    for name, other in others.items():
+        if not guards.out_does_not_overlap(tensor, other):
+            raise error("KDA121", op=op, written=written, argument=f"`{name}`")
 
 
 def _type_name(value: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -199,4 +200,7 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> Call:
     """The checked record of a call of `op` given by its keyword arguments; KDA125 for an unknown op."""
     if op not in OPS:
         raise error("KDA125", op="kdaserve", option="op", got=repr(op), expected=", ".join(OPS))
-    return importlib.import_module(f"kdaserve.ops.{op}.api").checked_call(arguments)
+    api = importlib.import_module(f"kdaserve.ops.{op}.api")
+    bound = inspect.signature(getattr(api, op)).bind(**arguments)
+    bound.apply_defaults()
+    return api.checked_call(bound.arguments)

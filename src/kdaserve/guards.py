@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ def heads_divide(heads: int, v_heads: int) -> bool:
 
 def head_dim_supported(size: int) -> bool:
     """A head dimension, K or V, is a multiple of 16 from 16 to 256."""
-    return isinstance(size, int) and 16 <= size <= 256 and size % 16 == 0
+    return isinstance(size, (int, torch.SymInt)) and 16 <= size <= 256 and size % 16 == 0
 
 
 def gate_parameters_fit(A_log: Any, dt_bias: Any, v_heads: int, k_dim: int) -> bool:
@@ -147,26 +148,39 @@ def snapshots_are_parallel(sequence: Any, tokens: Any, slot: Any) -> bool:
 
 
 def can_update_in_place(tensor: Any) -> bool:
-    """Autograd lets us write `tensor`: it is no leaf that requires a gradient, or gradients are off."""
-    return is_tensor(tensor) and not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled())
+    """Autograd lets us write `tensor`: it is no leaf that requires a gradient, and no inference tensor outside inference mode."""
+    if not is_tensor(tensor) or (tensor.is_inference() and not torch.is_inference_mode_enabled()):
+        return False
+    return not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled())
 
 
 def out_does_not_overlap(out: Any, *inputs: Any, may_be_same: bool = False) -> bool:
     """`out` shares no byte with any of `inputs`; column views of one buffer share none. `may_be_same` allows the very same view."""
-    others = [t for t in inputs if is_tensor(t) and not (may_be_same and _is_same_view(out, t))]
-    return is_tensor(out) and not any(_overlap(out, other) for other in others)
+    return is_tensor(out) and not any(is_tensor(x) and _overlap(out, x) and not (may_be_same and _is_same_view(out, x)) for x in inputs)
 
 
-def _is_same_view(a: Any, b: torch.Tensor) -> bool:
-    views = [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in (a, b) if has_storage(t)]
-    return a is b or (len(views) == 2 and views[0] == views[1])
+def elements_are_distinct(tensor: Any) -> bool:
+    """No two elements of `tensor` share memory, as they do in an expanded one."""
+    if not is_tensor(tensor):
+        return False
+    reach = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
+        if stride < reach:
+            return False
+        reach = stride * (size - 1) + reach
+    return True
+
+
+def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a is b or all(x == y for x, y in ((a.data_ptr(), b.data_ptr()), (a.shape, b.shape), (a.stride(), b.stride()), (a.dtype, b.dtype)))
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not has_storage(a, b) or a.device != b.device or a.numel() == 0 or b.numel() == 0:
-        return False
     distance = b.data_ptr() - a.data_ptr()
-    if distance >= _extent(a) or -distance >= _extent(b):
+    lower, gap = (a, distance) if distance >= 0 else (b, -distance)
+    if gap >= _extent(lower):  # nearly always; the check runs in every decode step, so this comes first
+        return False
+    if not has_storage(a, b) or a.device != b.device or a.numel() == 0 or b.numel() == 0:
         return False
     # Views of one buffer interleave: with a row pitch common to both, they are apart when their columns are.
     for pitch in {t.stride(d) * t.element_size() for t in (a, b) for d in range(t.ndim) if t.shape[d] > 1} - {0}:
@@ -179,8 +193,9 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _extent(tensor: torch.Tensor, below: float = math.inf) -> int:
     """Bytes from the first element to the end of the last, over dimensions with a stride of less than `below` bytes."""
     size = tensor.element_size()
-    steps = [(n - 1) * s * size for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s * size < below]
-    return sum(steps) + size
+    if below == math.inf and tensor.is_contiguous():
+        return tensor.numel() * size
+    return size + sum((n - 1) * s * size for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s * size < below)
 
 
 def _columns(tensor: torch.Tensor, pitch: int) -> int:
@@ -207,9 +222,11 @@ def pool_sizes_fit(slots: Any, layers: Any, v_heads: Any, k_dim: Any, v_dim: Any
     return min(slots, layers, v_heads) > 0 and head_dim_supported(k_dim) and head_dim_supported(v_dim)
 
 
-def is_file(path: Any) -> bool:
-    """`path` names a file that is there."""
-    return isinstance(path, (str, os.PathLike)) and os.path.isfile(path)
+def saved_call_is_there(path: Any) -> bool:
+    """Both files of a saved call, ``.safetensors`` and ``.json``, stand at `path` (with or without suffix)."""
+    if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+        return False
+    return all(Path(path).with_suffix(suffix).is_file() for suffix in (".safetensors", ".json"))
 
 
 def pool_has_room(pool: Any, requests: int = 1) -> bool:

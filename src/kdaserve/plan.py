@@ -64,6 +64,8 @@ def plan_prefill(cu_seqlens: Tensor | None = None, *, lengths: Sequence[int] | N
         device = cu_seqlens.device if device is None else device
     else:
         assert lengths is not None
+        if not isinstance(lengths, Sequence):
+            raise error("KDA126", problem=f"`lengths` must be a list of whole numbers, got {type(lengths).__name__}")
         for n in lengths:
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise error("KDA126", problem=f"`lengths` holds {n!r}; a length is a whole number >= 0")

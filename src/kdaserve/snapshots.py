@@ -44,10 +44,13 @@ class Snapshots:
         """Whether reading the entries costs no device sync."""
         return all(t.device.type == "cpu" for t in (self.sequence, self.tokens, self.slot))
 
+    def rows(self) -> list[tuple[int, int, int]]:
+        """All entries as (sequence, tokens, slot), unused ones too; a sync when they are on a GPU."""
+        return list(zip(self.sequence.tolist(), self.tokens.tolist(), self.slot.tolist(), strict=True))
+
     def entries(self) -> list[tuple[int, int, int]]:
-        """The used entries as (sequence, tokens, slot); a sync when they are on a GPU."""
-        rows = zip(self.sequence.tolist(), self.tokens.tolist(), self.slot.tolist(), strict=True)
-        return [row for row in rows if row[2] >= 0]
+        """The used entries among `rows`."""
+        return [row for row in self.rows() if row[2] >= 0]
 
     def __repr__(self) -> str:
         return f"Snapshots(sequence={self.sequence.tolist()}, tokens={self.tokens.tolist()}, slot={self.slot.tolist()})"

@@ -93,7 +93,9 @@ def _claim(op: str, slot: int, user: str, used: dict[int, str]) -> None:
 def _check_snapshots(call: PrefillCall, lengths: tuple[int, ...], used: dict[int, str]) -> None:
     assert call.snapshots is not None
     slots = call.sizes["slots"]
-    for i, (sequence, tokens, slot) in enumerate(call.snapshots.entries()):
+    for i, (sequence, tokens, slot) in enumerate(call.snapshots.rows()):
+        if slot < 0:
+            continue
         if not 0 <= sequence < len(lengths):
             problem = f"sequence {sequence} does not exist, the call has {len(lengths)}"
         elif slot >= slots:
@@ -135,4 +137,4 @@ def _check_range(op: str, code: str, x: Tensor, bad: Tensor, dims: tuple[str, ..
 
 def _first(x: Tensor, bad: Tensor, dims: tuple[str, ...]) -> dict[str, object]:
     index = bad.nonzero()[0].tolist()
-    return {"got": x[tuple(index)].item(), "where": ", ".join(f"{d} {i}" for d, i in zip(dims, index, strict=True))}
+    return {"got": x[tuple(index)].item(), "where": ", ".join(f"{d} {i}" for d, i in zip(dims, index, strict=False))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,7 +14,7 @@ from kdaserve import errors
 
 
 def explain(
-    code: Annotated[Optional[str], typer.Argument(help="Error code such as KDA102; without it all codes are listed.")] = None,  # noqa: UP045
+    code: Annotated[str | None, typer.Argument(help="Error code such as KDA102; without it all codes are listed.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print plain JSON: one entry, or a list of all.")] = False,
 ) -> None:
     """Tell what an error code means, when it is raised and what to do."""

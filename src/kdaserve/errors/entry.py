@@ -57,6 +57,7 @@ class Entry:
         sections = (
             (None, f"# {self.code}: {self.title}"),
             (None, f"`{self.raises}`: {self.message}"),
+            (None, f"Fix: {self.fix}"),
             ("Meaning", self.meaning),
             ("When it is raised", self.trigger),
             ("Common situations", bullets(self.situations)),

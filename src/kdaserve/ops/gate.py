@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from kdaserve.contract import L2_EPS
@@ -27,8 +26,27 @@ def log_decay(g: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, lower_bou
     a = A_log.to(g.dtype).exp()[:, None]
     x = g if dt_bias is None else g + dt_bias.to(g.dtype).view(g.shape[-2:])
     if lower_bound is None:
-        return -a * F.softplus(x)  # G1
-    return lower_bound * torch.sigmoid(a * x)  # G2
+        return -a * softplus(x)  # G1
+    return lower_bound * sigmoid(a * x)  # G2
+
+
+# On a CPU `torch.sigmoid` and `softplus` treat the last elements of a thread's share one by one, with other bits than whole vectors have; `exp`
+# and `log1p` do not. The functions below are made of the latter, so that a token's gate does not depend on what else is in the batch (S10).
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """``1 / (1 + exp(-x))``; constant below -80, where it is under 2e-35, so that its gradient stays finite."""
+    return torch.reciprocal(1 + torch.exp(-x.clamp_min(-80)))
+
+
+def silu(x: Tensor) -> Tensor:
+    """``x * sigmoid(x)``."""
+    return x * sigmoid(x)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """``log(1 + exp(x))``; x itself above 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x.clamp_max(20))))
 
 
 def l2_norm(x: Tensor) -> Tensor:
@@ -64,4 +82,4 @@ def activate(call: Activation, q: Tensor, k: Tensor, g: Tensor, beta: Tensor) ->
     if groups > 1:
         q, k = q.repeat_interleave(groups, -2), k.repeat_interleave(groups, -2)
     g = log_decay(g, call.A_log, call.dt_bias, call.lower_bound)
-    return q, k, g, beta.sigmoid() if call.beta_is_raw else beta
+    return q, k, g, sigmoid(beta) if call.beta_is_raw else beta

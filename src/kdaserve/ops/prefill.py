@@ -57,10 +57,9 @@ class PrefillCall:
         return self.plan
 
 
-def run(op: str, arguments: Mapping[str, Any]) -> Tensor | tuple[Tensor, Tensor]:
-    """Checks a prefill call, chooses its backend and runs it."""
-    call = prefill_call(op, arguments)
-    o, h = dispatch.execute(call, arguments["backend"])
+def run(call: PrefillCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
+    """Runs a checked prefill call on the backend that `dispatch.choose` gives."""
+    o, h = dispatch.execute(call, backend)
     return (o, h) if call.output_intermediate_states else o
 
 
@@ -68,14 +67,16 @@ def prefill_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
     """The checked record of a call; raises before anything is written (S19)."""
     if arguments["initial_state"] is None or arguments["initial_state_indices"] is None:
         missing = [f"`{name}`" for name in ("initial_state", "initial_state_indices") if arguments[name] is None]
-        raise error("KDA101", op=op, missing=" and ".join(missing))
+        raise error("KDA101", op=op, missing=" and ".join(missing) + (" is None" if len(missing) == 1 else " are None"))
+    _check_pairs(op, arguments)
+    if arguments["plan"] is not None and arguments["cu_seqlens"] is None and isinstance(arguments["q"], Tensor) and arguments["q"].shape[:1] == (1,):
+        arguments = {**arguments, "cu_seqlens": arguments["plan"].cu_seqlens}
     sizes = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
     for flag in ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"):
         contract.check_flag(op, flag, arguments[flag])
     contract.check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
     contract.check_level(op, arguments["check"])
     contract.check_in_place(op, initial_state=arguments["initial_state"], out=arguments["out"], track_state=arguments["track_state"])
-    _check_pairs(op, arguments)
     fields = {f.name for f in dataclasses.fields(PrefillCall)} - {"op", "sizes", "scale"}
     call = PrefillCall(
         op=op,
@@ -84,7 +85,7 @@ def prefill_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
         **{name: arguments[name] for name in fields},
     )
     _check_plan(call)
-    _check_out(call)
+    _check_written(call)
     values.check_prefill_indices(call, sync=arguments["check"] == "values")
     if arguments["check"] == "values":
         values.check_prefill_data(call)
@@ -119,17 +120,14 @@ def _check_plan(call: PrefillCall) -> None:
     raise error("KDA120", op=call.op, problem=problem)
 
 
-def _check_out(call: PrefillCall) -> None:
-    if call.out is None:
-        return
-    writes_over_v = _same_view(call.out, call.v)
-    for name in ("q", "k", "v", "g", "beta", "initial_state"):
-        if not (name == "v" and writes_over_v) and not guards.out_does_not_overlap(call.out, getattr(call, name)):
-            raise error("KDA121", op=call.op, argument=name)
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+def _check_written(call: PrefillCall) -> None:
+    """KDA121: what is written must not lie on what is still read."""
+    if call.track_state is not None:
+        contract.check_apart(call.op, "track_state", call.track_state, initial_state=call.initial_state)
+    if call.out is not None:
+        contract.check_apart(call.op, "out", call.out, q=call.q, k=call.k, g=call.g, beta=call.beta, initial_state=call.initial_state)
+        if not guards.out_does_not_overlap(call.out, call.v, may_be_same=True):
+            raise error("KDA121", op=call.op, written="out", argument="`v`")
 
 
 def compute_dtype(call: PrefillCall) -> torch.dtype:

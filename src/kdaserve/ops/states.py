@@ -82,7 +82,10 @@ class States:
         _write(self._call.initial_state, self._pool_writes)
         if self._call.track_state is not None:
             _write(self._call.track_state, self._track_writes)
-        return None if self.h is None else self.h.view(self._call.sizes["B"], -1, *self.h.shape[1:])
+        if self.h is None:
+            return None
+        B = self._call.sizes["B"]
+        return self.h.unflatten(0, (B, len(self.h) // max(B, 1)))
 
 
 def _write(target: Tensor, writes: list[tuple[list[int], Tensor]]) -> None:

@@ -7,7 +7,7 @@ ENTRIES: tuple[Entry, ...] = (
         code="KDA101",
         title="Prefill without an indexed state pool",
         raises="ContractError",
-        message="{op}: KDA prefill requires an indexed initial-state pool: {missing} is None.",
+        message="{op}: KDA prefill requires an indexed initial-state pool: {missing}.",
         fix="pass `initial_state` [slots, HV, V, K] (zeros for new requests) and `initial_state_indices` [N], one slot a sequence.",
         meaning="""Prefill reads the state of each sequence from a pool and writes the new state back into the same slot. It
 needs the pool and the slot of every sequence. At least one of the two is None, so the final state would have nowhere to go and
@@ -123,7 +123,7 @@ kdaserve.packed_decode_kda(**call)""",
         title="Sizes of two arguments disagree",
         raises="ContractError",
         message="{op}: `{argument}` has shape {shape}: dimension {dim} ({symbol}) is {got} and must be {expected}, as {source} sets it.",
-        fix="make dimension {dim} of `{argument}` {expected}, or mend {source} if that one is wrong.",
+        fix="make dimension {dim} of `{argument}` {expected}, or change the tensors that set it.",
         meaning="""Each letter in the layouts (B, T, H, HV, K, V) stands for one size in the whole call. The first argument
 that carries a letter sets it, and a later one disagrees. The check cannot know which of the two is wrong, so the message names
 both.""",

@@ -19,8 +19,8 @@ so their requests should be run again from their prompts.""",
             "An earlier, asynchronous fault on the GPU that surfaces in this call; `CUDA_LAUNCH_BLOCKING=1` tells.",
         ),
         solutions=(
-            "Copy the pool's rows before the call is repeated, then save the call: `kdaserve.testing.save_call(path, op, arguments)`.",
-            "Report it with that file, the full traceback (the cause is chained) and the output of `kdaserve env`.",
+            "Make the call again from a fresh state, and save it first: `kdaserve.testing.save_call(path, op, arguments)`.",
+            "Report it with the two files that this writes, the full traceback (the cause is chained) and the output of `kdaserve env`.",
             "Keep serving with another backend from `kdaserve.backends()`; `torch` takes the whole contract.",
             "Look for the first bad input with `check='values'`.",
         ),
@@ -35,12 +35,15 @@ with patch("kdaserve.ops.chunk_kda.torch.run", side_effect=ZeroDivisionError("in
         problem = raised
         raise""",
         after="""\
+import tempfile
+
 call, problem = prefill_inputs(lengths=[51]), None
+path = kdaserve.testing.save_call(f"{tempfile.mkdtemp()}/call", "chunk_kda", call)
 try:
     kdaserve.chunk_kda(**call, backend="torch")
 except kdaserve.InternalError as raised:
     problem = raised
-    kdaserve.testing.save_call("fault.kdacall", "chunk_kda", call)""",
+    print(f"please report {path} with {raised}")""",
         validation="assert problem is None or kdaserve.guards.is_callers_mistake(problem)",
         guard="is_callers_mistake",
         prevention=(

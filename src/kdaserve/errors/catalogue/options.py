@@ -79,7 +79,7 @@ kdaserve.chunk_kda(**call)""",
         code="KDA116",
         title="Not one entry per sequence",
         raises="ContractError",
-        message="{op}: `{argument}` has {got} entries, but the call has {expected} sequences.",
+        message="{op}: `{argument}` has {got} entries, but {source} says {expected} sequences.",
         fix="give `{argument}` exactly {expected} entries; pad unused sequences with -1.",
         meaning="""Every sequence of the call needs its own entry: the slot it reads and writes, or the chunk to track. The
 number of sequences comes from `cu_seqlens` (its length minus one), or from the batch dimension when there is no `cu_seqlens`.""",
@@ -266,12 +266,13 @@ assert kdaserve.guards.plan_fits(plan, sequences, rows)""",
         code="KDA121",
         title="out overlaps an input",
         raises="ContractError",
-        message="{op}: `out` shares memory with `{argument}`, which would be overwritten while it is still read.",
-        fix="give `out` memory of its own, such as `torch.empty_like(v)`; only `out=v`, the very same view, may be shared.",
+        message="{op}: `{written}` shares memory with {argument}, which would be overwritten while it is still used.",
+        fix="give `{written}` memory of its own, such as `torch.empty`; only `out=v`, the very same view, may be shared.",
         meaning="""Different parts of a kernel run at the same time. When the output lies on top of an input, one part
 overwrites what another has yet to read, and the result changes from run to run. The one exception is `out=v`: each tile of v
 is read before its output is written.""",
-        trigger="The memory of `out` and of an input (q, k, g, beta, the pool, or another view of v's memory) overlap.",
+        trigger="""The memory of `out` and of an input overlap (q, k, g, beta, the pool, or another view of v's memory), or that of
+`track_state` and of the pool, or elements of `out` among themselves (an expanded tensor).""",
         situations=(
             "To save memory the output is written into the packed projection, over the columns of q.",
             "`out` is a view of v that is shifted by some rows, because the output buffer starts at another token.",
@@ -302,22 +303,25 @@ assert kdaserve.guards.out_does_not_overlap(call["out"], *inputs)""",
     ),
     Entry(
         code="KDA122",
-        title="Leaf tensor that requires grad would be updated in place",
+        title="Tensor cannot be updated in place",
         raises="ContractError",
-        message="{op}: `{argument}` is a leaf tensor that requires grad and would be updated in place.",
-        fix="pass `{argument}.clone()`, or run under `torch.no_grad()`.",
+        message=(
+            "{op}: `{argument}` would be updated in place, but it is a leaf tensor that requires grad, or an inference tensor outside inference mode."
+        ),
+        fix="serve under `torch.inference_mode()`; for training pass `{argument}.clone()`, which keeps the gradient.",
         meaning="""The pool and output buffers are written in place. Autograd forbids that for a leaf that requires a gradient,
-because the value the gradient belongs to would be lost. A clone is no leaf: it is updated in place, and the gradient flows to
-the original.""",
-        trigger="Gradients are enabled, and `initial_state`, `out` or `track_state` is a leaf with `requires_grad=True`.",
+because the value the gradient belongs to would be lost, and for a tensor made under inference mode once that mode is left. A
+clone is neither: it is updated in place, and the gradient flows to the original.""",
+        trigger="`initial_state`, `out` or `track_state` is a leaf with `requires_grad=True` while gradients are on, or an inference tensor.",
         situations=(
             "A learnt initial state (an `nn.Parameter`) is passed as the pool while training or testing gradients.",
             "gradcheck makes every tensor of the call require a gradient.",
-            "The pool is registered as a parameter instead of a buffer, and serving runs without no_grad.",
+            "The pool is registered as a parameter instead of a buffer, and serving runs without `no_grad`.",
+            "The pool was allocated under `torch.inference_mode()`, and a test or a warm-up calls the kernel outside of it.",
         ),
         solutions=(
             "Training: pass `pool.clone()`; its gradient reaches the original pool.",
-            "Serving: wrap the model in `torch.inference_mode()` or `torch.no_grad()`.",
+            "Serving: allocate the pool and call the model under `torch.inference_mode()`.",
             "Register the pool as a buffer, or keep it outside the module.",
         ),
         before="""\

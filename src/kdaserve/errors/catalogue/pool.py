@@ -117,34 +117,34 @@ kdaserve.StatePool(**sizes)""",
         code="KDA130",
         title="Saved call cannot be read",
         raises="ContractError",
-        message="The saved call {path} cannot be read: {problem}.",
-        fix="pass a file that `kdaserve.testing.save_call` wrote, complete and with a matching version.",
-        meaning="""`kdaserve.testing.save_call` writes a call with all its tensors to one file, so that a fault can be repeated
-elsewhere. The file that was named does not exist, is incomplete, or holds something else.""",
+        message="{path} is no saved call: {problem}.",
+        fix="pass the path that `kdaserve.testing.save_call` returned; its .safetensors and .json file belong side by side.",
+        meaning="""`kdaserve.testing.save_call` writes the tensors of a call to a .safetensors file and the rest to a .json file
+beside it, so that a fault can be repeated elsewhere. One of the two does not exist, is incomplete, or holds something else.""",
         trigger="`kdaserve.testing.load_call` or `kdaserve check` cannot turn the file into a call.",
         situations=(
+            "Only the .safetensors file was copied from the server, without its .json file.",
             "The path is relative to another working directory, or to another container.",
             "The process that saved the call was killed while it wrote, or the disk was full.",
             "The file is a checkpoint or a tensor saved by other means.",
-            "A transfer changed the file, for example in text mode.",
+            "The call was saved by a version that writes another format.",
         ),
         solutions=(
-            "Check the path, and the size of the file against that on the machine where it was saved.",
+            "Copy both files, and check their sizes against those on the machine where the call was saved.",
             "Save the call again.",
-            "Pass the file to the version of kdaserve that wrote it.",
+            "Read it with the version of kdaserve that wrote it.",
         ),
         before="""\
 path = "no-such-directory/call"
 kdaserve.testing.load_call(path)""",
         after="""\
-import os
 import tempfile
 
-path = os.path.join(tempfile.mkdtemp(), "call")
+path = f"{tempfile.mkdtemp()}/call"
 kdaserve.testing.save_call(path, "chunk_kda", prefill_inputs(lengths=[51]))
 kdaserve.testing.load_call(path)""",
-        validation="assert kdaserve.guards.is_file(path)",
-        guard="is_file",
+        validation="assert kdaserve.guards.saved_call_is_there(path)",
+        guard="saved_call_is_there",
         prevention=(
             "Load a saved call once where it was saved, before it is sent on.",
             "Record version, GPU and checksum next to the file.",

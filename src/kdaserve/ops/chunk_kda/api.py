@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -103,11 +102,9 @@ def chunk_kda(
         >>> o.shape, pool[3].any().item(), pool[0].any().item()
         (torch.Size([1, 100, 4, 64]), True, False)
     """
-    return prefill.run("chunk_kda", locals())
+    return prefill.run(checked_call(locals()), backend)
 
 
 def checked_call(arguments: Mapping[str, Any]) -> prefill.PrefillCall:
-    """The checked record of a call given by its keyword arguments."""
-    bound = inspect.signature(chunk_kda).bind(**arguments)
-    bound.apply_defaults()
-    return prefill.prefill_call("chunk_kda", bound.arguments)
+    """The checked record of a call given by all its arguments."""
+    return prefill.prefill_call("chunk_kda", arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,6 @@ from kdaserve.ops.prefill import PrefillCall, compute_dtype
 from kdaserve.ops.schedule import Block, differentiates, new_output, scatter, schedule, token_inputs
 from kdaserve.ops.states import States
 
-LOG2_E = math.log2(math.e)
 # (sequence, chunk, head) triples prepared together. On a CPU 32 of them, 1 MB a tensor at K = 128, stay in the cache.
 # A gradient needs everything anyway, and gathering many blocks from one input would cost a full-size gradient each.
 TRIPLES_PER_BLOCK = {"cpu": 32}
@@ -36,7 +34,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
     dtype, lengths, HV = compute_dtype(call), call.host_plan().lengths, call.sizes["HV"]
     triples = TRIPLES_PER_BLOCK.get(call.q.device.type, TRIPLES_PER_BLOCK_ELSEWHERE)
-    units = sum(lengths) if differentiates(call) else max(1, triples // HV)
+    units = max(1, sum(lengths) if differentiates(call) else triples // HV)
     states = States(call, dtype)
     out = new_output(call, lengths)
     for group in schedule(lengths, CHUNK, units, call.q.device):
@@ -51,10 +49,10 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
 def _prepare(call: PrefillCall, block: Block, dtype: torch.dtype) -> Prepared:
     """E5 to E8 and the inner products of E10, for all chunks of a block."""
     q, k, v, g, beta = token_inputs(call, block, CHUNK, dtype)
-    q, g = q * call.scale, g * LOG2_E
+    q = q * call.scale
     kb = -beta * k
     M, qk, prefix, suffix = _by_doubling(q, k, kb, g)
-    start, end = _exp2(prefix), _exp2(suffix)
+    start, end = _decay(prefix), _decay(suffix)
     return Prepared(M @ (beta * v), M @ (kb * start), q * start, qk, k * end, start[:, -1:])  # E8
 
 
@@ -66,7 +64,7 @@ def _by_doubling(q: Tensor, k: Tensor, kb: Tensor, g: Tensor) -> tuple[Tensor, T
     follows from those of the two halves.
 
     Args:
-        q, k: `[m, C, K]`; kb: -beta * k; g: log2 of the decay.
+        q, k: `[m, C, K]`; kb: -beta * k; g: log decay a token.
 
     Returns:
         M `[m, C, C]` (E7), qk `[m, C, C]`, the sums of g from the chunk's start to each token, and from behind each token to the chunk's end.
@@ -79,8 +77,8 @@ def _by_doubling(q: Tensor, k: Tensor, kb: Tensor, g: Tensor) -> tuple[Tensor, T
     while s < C:
         pairs = C // (2 * s)
         from_anchor, to_anchor = prefix.view(m, pairs, 2, s, K), suffix.view(m, pairs, 2, s, K)
-        second = rows.view(m, pairs, 2, s, 2, K)[:, :, 1] * _exp2(from_anchor[:, :, 1])[..., None, :]
-        first = k.view(m, pairs, 2, s, K)[:, :, 0] * _exp2(to_anchor[:, :, 0])
+        second = rows.view(m, pairs, 2, s, 2, K)[:, :, 1] * _decay(from_anchor[:, :, 1])[..., None, :]
+        first = k.view(m, pairs, 2, s, K)[:, :, 0] * _decay(to_anchor[:, :, 0])
         products = (second.reshape(m * pairs, 2 * s, K) @ first.reshape(m * pairs, s, K).mT).view(m * pairs, s, 2, s)  # E5, E6
         M1, M2 = M.view(m * pairs, 2, s, s).unbind(1)
         M = _lower(M1, M2 @ products[:, :, 0] @ M1, M2).view(m, pairs, 2 * s, 2 * s)  # E7
@@ -97,9 +95,9 @@ def _lower(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.cat([F.pad(a, (0, a.shape[-1])), torch.cat([b, c], -1)], -2)
 
 
-def _exp2(x: Tensor) -> Tensor:
-    """2**x for x <= 0; below 2**-100 exactly zero, since numbers near float32's smallest make a CPU's products slow."""
-    return F.threshold(x, -100, -torch.inf).exp2_()
+def _decay(x: Tensor) -> Tensor:
+    """exp(x) for x <= 0; below exp(-70) exactly zero, since a CPU takes several times longer for results that underflow."""
+    return F.threshold(x, -70, -torch.inf).exp_()
 
 
 def _chain(p: Prepared, block: Block, sequences: tuple[int, ...], S: Tensor, states: States) -> tuple[Tensor, Tensor]:

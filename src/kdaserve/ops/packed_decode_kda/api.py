@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from kdaserve import contract, dispatch, guards, values
-from kdaserve.errors import error
+from kdaserve import contract, dispatch, values
 
 OP = "packed_decode_kda"
 
@@ -74,9 +72,7 @@ def packed_decode_kda(
         >>> pool[5].any().item(), out[1].any().item()
         (True, False)
     """
-    arguments = locals()
-    call = decode_call(arguments)
-    dispatch.execute(call, backend)
+    dispatch.execute(checked_call(locals()), backend)
     return out, initial_state
 
 
@@ -112,16 +108,14 @@ class DecodeCall:
         return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
 
 
-def decode_call(arguments: Mapping[str, Any]) -> DecodeCall:
-    """The checked record of a call; raises before anything is written (S19)."""
+def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
+    """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
     sizes = contract.check_tensors(OP, contract.DECODE, arguments, contract.decode_relations)
     contract.check_flag(OP, "use_qk_l2norm_in_kernel", arguments["use_qk_l2norm_in_kernel"])
     contract.check_gate(OP, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
     contract.check_level(OP, arguments["check"])
     contract.check_in_place(OP, initial_state=arguments["initial_state"], out=arguments["out"])
-    for name in ("mixed_qkv", "a", "b", "initial_state"):
-        if not guards.out_does_not_overlap(arguments["out"], arguments[name]):
-            raise error("KDA121", op=OP, argument=name)
+    contract.check_apart(OP, "out", arguments["out"], **{name: arguments[name] for name in ("mixed_qkv", "a", "b", "initial_state")})
     fields = {f.name for f in dataclasses.fields(DecodeCall)} - {"op", "sizes", "scale", "beta_is_raw"}
     call = DecodeCall(
         op=OP,
@@ -133,10 +127,3 @@ def decode_call(arguments: Mapping[str, Any]) -> DecodeCall:
     if arguments["check"] == "values":
         values.check_decode_data(call)
     return call
-
-
-def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
-    """The checked record of a call given by its keyword arguments."""
-    bound = inspect.signature(packed_decode_kda).bind(**arguments)
-    bound.apply_defaults()
-    return decode_call(bound.arguments)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +42,7 @@ def recurrent_kda(
     """Few tokens a request (speculative decoding, short tails): the contract of `chunk_kda`, computed token by token.
 
     Takes the same arguments, means the same by them, raises the same errors and gives the same results up to rounding. Its time grows with the
-    longest sequence; from some 16 tokens on `chunk_kda` is faster.
+    longest sequence; from some 24 tokens on `chunk_kda` is faster.
 
     Args, Returns, Raises, Unchecked, Source:
         See `chunk_kda`.
@@ -60,11 +59,9 @@ def recurrent_kda(
         ...     x(2, 16), x(2, 16), x(2, 16), log_decay, x(2), None, pool, torch.tensor([0, 1, 2]), True, beta_is_raw=True).shape
         torch.Size([3, 4, 2, 16])
     """
-    return prefill.run("recurrent_kda", locals())
+    return prefill.run(checked_call(locals()), backend)
 
 
 def checked_call(arguments: Mapping[str, Any]) -> prefill.PrefillCall:
-    """The checked record of a call given by its keyword arguments."""
-    bound = inspect.signature(recurrent_kda).bind(**arguments)
-    bound.apply_defaults()
-    return prefill.prefill_call("recurrent_kda", bound.arguments)
+    """The checked record of a call given by all its arguments."""
+    return prefill.prefill_call("recurrent_kda", arguments)
