@@ -1,7 +1,8 @@
 """Kimi Delta Attention kernels for serving: prefill and decode over indexed state pools."""
 
 from kdaserve import guards
-from kdaserve.dispatch import BackendStatus, Choice, backends, explain_choice
+from kdaserve.calls import Choice, explain_choice
+from kdaserve.dispatch import BackendStatus, backends
 from kdaserve.errors import (
     BackendError,
     ContractError,

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from kdaserve import guards
-from kdaserve.errors import error
+from kdaserve import guards, memory
+from kdaserve.errors import dtype_name, error
 
 CHUNK = 64
 """Tokens in a chunk (C in the equations)."""
@@ -25,8 +25,6 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """Input and pool dtypes. float64 is for checking: only the backends `reference` and `torch` take it."""
 PARAMETERS = (torch.float32, torch.float64)
 INDICES = (torch.int32, torch.int64)
-
-Sizes = Mapping[str, int]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +44,8 @@ class Argument:
     last_dim_contiguous: bool = False
     slot_dense: bool = False
     """[HV, V, K] inside a slot is contiguous and slots do not overlap; the slot stride is free."""
+    written: bool = False
+    """Updated in place: lies on nothing else of the call, and autograd allows the update."""
     checked_with: tuple[str, ...] = ()
     """Arguments that share one message with this one, itself first."""
     size_error: str = "KDA104"
@@ -61,7 +61,7 @@ class Argument:
         return "[" + ", ".join(self.dims) + "]"
 
 
-_POOL = Argument("initial_state", "slots HV V K", FLOATS, "the state pool, updated in place; the slot stride is free", slot_dense=True)
+_POOL = Argument("initial_state", "slots HV V K", FLOATS, "the state pool, updated in place; the slot stride is free", slot_dense=True, written=True)
 _A_LOG = Argument("A_log", "HV", PARAMETERS, "gate parameter; a = exp(A_log)", optional=True, size_error="KDA112")
 _DT_BIAS = Argument("dt_bias", "HV*K", PARAMETERS, "gate bias, head-major", optional=True, size_error="KDA112")
 
@@ -73,64 +73,104 @@ PREFILL: tuple[Argument, ...] = (
     Argument("beta", "B >=T HV", FLOATS, "write strength in [0, 1]; its logit with `beta_is_raw`"),
     _POOL,
     Argument("cu_seqlens", "N+1", INDICES, "packed boundaries, from 0, never decreasing", optional=True, size_error="KDA116"),
-    Argument("initial_state_indices", "N", INDICES, "pool row of each sequence; negative = padding", size_error="KDA116"),
+    Argument("initial_state_indices", "N", INDICES, "slot of each sequence; negative = padding", size_error="KDA116"),
     _A_LOG,
     _DT_BIAS,
-    Argument("track_state", "N HV V K", (torch.float32,), "receives the state at the start of a chunk", optional=True, slot_dense=True),
+    Argument("track_state", "N HV V K", (torch.float32,), "receives the state at the start of a chunk", optional=True, slot_dense=True, written=True),
     Argument("track_chunk_idx", "N", INDICES, "chunk to track of each sequence; -1 = none", optional=True, size_error="KDA116"),
-    Argument("out", "B T HV V", FLOATS, "where the output goes; may be `v` itself", optional=True, same_dtype_as="q"),
+    Argument("out", "B T HV V", FLOATS, "where the output goes; may be `v` itself", optional=True, same_dtype_as="q", written=True),
 )
 
 DECODE: tuple[Argument, ...] = (
-    Argument("mixed_qkv", "B W", FLOATS, "q | k | v after the short convolution, W = 2*H*K + HV*V", last_dim_contiguous=True),
+    Argument("mixed_qkv", "B W", FLOATS, "q | k | v after the short convolution, each head-major; W = 2*H*K + HV*V", last_dim_contiguous=True),
     _POOL,
-    Argument("a", "B HV*K", FLOATS, "raw gate logits", last_dim_contiguous=True, checked_with=("a", "b")),
+    Argument("a", "B HV*K", FLOATS, "raw gate logits, head-major", last_dim_contiguous=True, checked_with=("a", "b")),
     Argument("b", "B HV", FLOATS, "raw beta logits", last_dim_contiguous=True, checked_with=("a", "b")),
     dataclasses.replace(_A_LOG, optional=False),
     _DT_BIAS,
-    Argument("out", "B 1 HV V", FLOATS, "where the output goes", same_dtype_as="mixed_qkv"),
-    Argument("ssm_state_indices", "B", INDICES, "pool row of each request; negative = padding", size_error="KDA116"),
+    Argument("out", "B 1 HV V", FLOATS, "where the output goes", same_dtype_as="mixed_qkv", written=True),
+    Argument("ssm_state_indices", "B", INDICES, "slot of each request; negative = padding", size_error="KDA116"),
 )
 
 TABLE: dict[str, tuple[Argument, ...]] = {"chunk_kda": PREFILL, "recurrent_kda": PREFILL, "packed_decode_kda": DECODE}
 
 
-def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any], relations: Callable[[str, dict], None]) -> Sizes:
-    """Checks all tensors of a call against `table`, then `relations`; returns the sizes by symbol.
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """What the checks found out about one layout of a call's tensors; remembered.
 
-    Raises: KDA102 to KDA112, KDA115 to KDA117, KDA123.
+    Attributes:
+        sizes: by symbol.
+        device_type: of all tensors.
+        dtypes: of the floating-point tensors given, by name.
+        extents: bytes from the first to the end of the last element of every tensor given, by name.
+        written: names of those that are updated in place.
+        refusals: for `dispatch`, by backend and need of gradients.
     """
-    key = (op, *[_layout_key(op, a, arguments[a.name]) for a in table])
-    sizes = _remembered.get(key)
-    if sizes is None:
+
+    sizes: Mapping[str, int]
+    device_type: str
+    dtypes: Mapping[str, torch.dtype]
+    extents: Mapping[str, int]
+    written: tuple[str, ...]
+    refusals: dict[tuple[str, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
+
+
+_remembered: dict[tuple, Layout] = {}
+REMEMBERED_AT_MOST = 4096
+
+
+def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any], relations: Callable[[str, dict[str, int]], None]) -> Layout:
+    """Checks all tensors of a call against `table`, then `relations` between the sizes.
+
+    Raises: KDA102 to KDA112, KDA115 to KDA117, KDA121, KDA123.
+    """
+    key: tuple | None
+    try:
+        key = (op, *[None if (x := arguments[a.name]) is None else (x.shape, x.dtype, x.stride(), x.device) for a in table])
+    except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors; which one is not, the checks will say
+        key = None
+    layout = _remembered.get(key) if key else None
+    if layout is None:
         for argument in table:
             _check_kind(op, argument, arguments, table[0].name)
         sizes = _bind_sizes(op, table, arguments)
         relations(op, sizes)
-        if len(_remembered) >= 4096:
+        layout = _layout(table, arguments, sizes)
+        if len(_remembered) >= REMEMBERED_AT_MOST:
             _remembered.clear()
-        _remembered[key] = sizes
-    return sizes
+        if key:
+            _remembered[key] = layout
+    return layout
 
 
-_remembered: dict[tuple, dict[str, int]] = {}
-
-
-def _layout_key(op: str, argument: Argument, value: Any) -> Any:
-    if value is None:
-        if argument.optional:
-            return None
-    elif isinstance(value, torch.Tensor):
-        return value.shape, value.dtype, value.stride(), value.device
-    raise error("KDA108", op=op, argument=argument.name, expected=f"a tensor {argument.layout}", got=_type_name(value))
+def _layout(table: tuple[Argument, ...], arguments: Mapping[str, Any], sizes: dict[str, int]) -> Layout:
+    given = [(a, arguments[a.name]) for a in table if arguments[a.name] is not None]
+    return Layout(
+        sizes=sizes,
+        device_type=given[0][1].device.type,
+        dtypes={a.name: x.dtype for a, x in given if x.is_floating_point()},
+        extents={a.name: memory.extent(x) for a, x in given},
+        written=tuple(a.name for a, _ in given if a.written),
+    )
 
 
 def _check_kind(op: str, argument: Argument, arguments: Mapping[str, Any], first: str) -> None:
-    """Number of dimensions, dtype, device and strides of one argument."""
+    """Type, number of dimensions, dtype, device and strides of one argument."""
     value = arguments[argument.name]
-    if value is None:
+    if value is None and argument.optional:
         return
     group = argument.checked_with or (argument.name,)
+    for name in group:
+        other = arguments[name]
+        if not isinstance(other, torch.Tensor) or other.is_nested or other.layout != torch.strided:
+            raise error(
+                "KDA108",
+                op=op,
+                argument=name,
+                expected="a dense tensor" if name != argument.name else f"a dense tensor {argument.layout}",
+                got=_type_name(other),
+            )
     tensors = {name: arguments[name] for name in group}
     ndim = len(argument.dims)
     if any(t.ndim != ndim for t in tensors.values()):
@@ -139,19 +179,19 @@ def _check_kind(op: str, argument: Argument, arguments: Mapping[str, Any], first
         got = ", ".join((f"{name}.ndim={t.ndim}" if len(group) > 1 else f"ndim={t.ndim}") for name, t in tensors.items())
         raise error("KDA103", op=op, what=what, got=got, shape=argument.layout)
     if value.dtype not in argument.dtypes:
-        raise error("KDA105", op=op, argument=argument.name, got=_dtype(value), expected=", ".join(str(d)[6:] for d in argument.dtypes))
+        raise error("KDA105", op=op, argument=argument.name, got=dtype_name(value.dtype), expected=", ".join(dtype_name(d) for d in argument.dtypes))
     source = argument.same_dtype_as
     if source and value.dtype != arguments[source].dtype:
-        raise error("KDA106", op=op, argument=argument.name, got=_dtype(value), expected=_dtype(arguments[source]), source=source)
+        raise error("KDA106", op=op, argument=argument.name, got=dtype_name(value.dtype), expected=dtype_name(arguments[source].dtype), source=source)
     if not guards.same_device(arguments[first], value):
         raise error("KDA107", op=op, argument=argument.name, got=value.device, expected=arguments[first].device, source=first)
     if argument.last_dim_contiguous and not all(guards.last_dim_contiguous(t) for t in tensors.values()):
         names = "/".join(f"`{name}`" for name in group)
         raise error("KDA109", op=op, arguments=names, got=", ".join(str(tuple(t.stride())) for t in tensors.values()))
-    if argument.name == "out" and not guards.elements_are_distinct(value):
-        raise error("KDA121", op=op, written="out", argument="itself")
     if argument.slot_dense and not guards.pool_is_dense(value):
         raise error("KDA123", op=op, argument=argument.name, shape=tuple(value.shape), got=tuple(value.stride()))
+    if argument.written and not guards.elements_are_distinct(value):
+        raise error("KDA121", op=op, written=argument.name, argument="itself")
 
 
 def _bind_sizes(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -165,7 +205,7 @@ def _bind_sizes(op: str, table: tuple[Argument, ...], arguments: Mapping[str, An
         if argument.name == "cu_seqlens":
             _check_packed(op, sizes, value)
         elif "N" in argument.dims and "N" not in sizes:
-            sizes["N"], source["N"] = sizes["B"], "q"
+            sizes["N"], source["N"] = sizes["B"], "q` without `cu_seqlens` or `plan"  # every batch row is a sequence
         for dim, (symbol, got) in enumerate(zip(argument.dims, value.shape, strict=True)):
             if symbol == "N+1":
                 symbol, got = "N", got - 1
@@ -178,7 +218,7 @@ def _bind_sizes(op: str, table: tuple[Argument, ...], arguments: Mapping[str, An
                 expected = math.prod(int(s) if s.isdigit() else sizes[s] for s in symbol.split("*"))
                 if got != expected:
                     by = " and ".join(dict.fromkeys(f"`{source[s]}`" for s in symbol.split("*") if s in source)) or "the contract"
-                    details = {"dim": dim, "symbol": symbol, "source": by, "shape": tuple(value.shape)}
+                    details = {"dim": dim, "symbol": symbol, "source": by, "shape": list(value.shape), "layout": argument.layout}
                     raise error(argument.size_error, op=op, argument=argument.name, got=got, expected=expected, **details)
     return sizes
 
@@ -219,7 +259,7 @@ def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
                 raise error("KDA113", op=op, argument=name)
     if lower_bound is not None:
         check_number(op, "lower_bound", lower_bound)
-        if not (math.isfinite(lower_bound) and lower_bound < 0):
+        if not guards.lower_bound_is_negative(lower_bound):
             raise error("KDA114", op=op, got=lower_bound)
 
 
@@ -228,7 +268,7 @@ def check_scale(op: str, scale: Any, K: int) -> float:
     if scale is None:
         return K**-0.5
     check_number(op, "scale", scale)
-    if not math.isfinite(scale):
+    if not guards.is_finite_number(scale):
         raise error("KDA124", op=op, got=scale)
     return float(scale)
 
@@ -250,27 +290,35 @@ CHECKS = ("shapes", "values")
 
 def check_level(op: str, check: Any) -> None:
     """KDA125 for an unknown level of checking."""
-    if check not in CHECKS:
+    if not guards.is_one_of(check, CHECKS):
         raise error("KDA125", op=op, option="check", got=repr(check), expected=", ".join(CHECKS))
 
 
-def check_in_place(op: str, **written: torch.Tensor | None) -> None:
-    """KDA122 for a leaf that autograd would not let us write."""
-    for name, tensor in written.items():
-        if tensor is not None and not guards.can_update_in_place(tensor):
+def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+    """KDA121, KDA122: what is written lies on nothing else of the call (`out` may be the very view `v`), and autograd allows it."""
+    places = [(name, arguments[name].data_ptr(), extent) for name, extent in layout.extents.items()]
+    for name in layout.written:
+        tensor = arguments[name]
+        if not guards.can_update_in_place(tensor):
             raise error("KDA122", op=op, argument=name)
+        start = tensor.data_ptr()
+        end = start + layout.extents[name]
+        for other, place, extent in places:
+            if place < end and start < place + extent and other != name:  # their ranges meet, which is rare; now look closely
+                may_be_same = (name, other) in (("out", "v"), ("v", "out"))
+                if not guards.out_does_not_overlap(tensor, arguments[other], may_be_same=may_be_same):
+                    raise error("KDA121", op=op, written=name, argument=f"`{other}`")
 
 
-def check_apart(op: str, written: str, tensor: torch.Tensor, **others: torch.Tensor) -> None:
-    """KDA121 when a tensor that is written shares memory with another one of the call."""
-    for name, other in others.items():
-        if not guards.out_does_not_overlap(tensor, other):
-            raise error("KDA121", op=op, written=written, argument=f"`{name}`")
+def compute_dtype(layout: Layout) -> torch.dtype:
+    """float32, or float64 when a tensor of the call is (S12)."""
+    return torch.float64 if torch.float64 in layout.dtypes.values() else torch.float32
+
+
+def needs_grad(layout: Layout, arguments: Mapping[str, Any]) -> bool:
+    """Whether autograd records the call."""
+    return torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes)
 
 
 def _type_name(value: Any) -> str:
     return "None" if value is None else type(value).__name__
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype)[6:]

@@ -6,13 +6,15 @@ second half read values: on a GPU they wait for it, so use them in tests and whi
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from kdaserve.memory import overlap, same_view
 
 Integers = torch.Tensor | Sequence[int]
 
@@ -29,7 +31,7 @@ def is_one_of(value: Any, known: Collection[str]) -> bool:
 
 def is_finite_number(value: Any) -> bool:
     """`value` is a finite int or float; a bool or a tensor is not."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def has_ndim(tensor: Any, ndim: int) -> bool:
@@ -148,15 +150,16 @@ def snapshots_are_parallel(sequence: Any, tokens: Any, slot: Any) -> bool:
 
 
 def can_update_in_place(tensor: Any) -> bool:
-    """Autograd lets us write `tensor`: it is no leaf that requires a gradient, and no inference tensor outside inference mode."""
+    """Autograd lets us write `tensor`: neither it nor its base is a leaf that requires a gradient; no inference tensor outside that mode."""
     if not is_tensor(tensor) or (tensor.is_inference() and not torch.is_inference_mode_enabled()):
         return False
-    return not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled())
+    seen = (tensor,) if tensor._base is None else (tensor, tensor._base)
+    return not (torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in seen))
 
 
 def out_does_not_overlap(out: Any, *inputs: Any, may_be_same: bool = False) -> bool:
     """`out` shares no byte with any of `inputs`; column views of one buffer share none. `may_be_same` allows the very same view."""
-    return is_tensor(out) and not any(is_tensor(x) and _overlap(out, x) and not (may_be_same and _is_same_view(out, x)) for x in inputs)
+    return is_tensor(out) and not any(is_tensor(x) and overlap(out, x) and not (may_be_same and same_view(out, x)) for x in inputs)
 
 
 def elements_are_distinct(tensor: Any) -> bool:
@@ -169,40 +172,6 @@ def elements_are_distinct(tensor: Any) -> bool:
             return False
         reach = stride * (size - 1) + reach
     return True
-
-
-def _is_same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a is b or all(x == y for x, y in ((a.data_ptr(), b.data_ptr()), (a.shape, b.shape), (a.stride(), b.stride()), (a.dtype, b.dtype)))
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    distance = b.data_ptr() - a.data_ptr()
-    lower, gap = (a, distance) if distance >= 0 else (b, -distance)
-    if gap >= _extent(lower):  # nearly always; the check runs in every decode step, so this comes first
-        return False
-    if not has_storage(a, b) or a.device != b.device or a.numel() == 0 or b.numel() == 0:
-        return False
-    # Views of one buffer interleave: with a row pitch common to both, they are apart when their columns are.
-    for pitch in {t.stride(d) * t.element_size() for t in (a, b) for d in range(t.ndim) if t.shape[d] > 1} - {0}:
-        width_a, width_b, column = _columns(a, pitch), _columns(b, pitch), distance % pitch
-        if width_a and width_b and width_a <= column and column + width_b <= pitch:
-            return False
-    return True
-
-
-def _extent(tensor: torch.Tensor, below: float = math.inf) -> int:
-    """Bytes from the first element to the end of the last, over dimensions with a stride of less than `below` bytes."""
-    size = tensor.element_size()
-    if below == math.inf and tensor.is_contiguous():
-        return tensor.numel() * size
-    return size + sum((n - 1) * s * size for n, s in zip(tensor.shape, tensor.stride(), strict=True) if s * size < below)
-
-
-def _columns(tensor: torch.Tensor, pitch: int) -> int:
-    """Bytes that `tensor` takes of each row of `pitch` bytes; 0 when it does not lie in such rows."""
-    strides = [s * tensor.element_size() for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
-    width = _extent(tensor, below=pitch)
-    return width if width <= pitch and all(s < pitch or s % pitch == 0 for s in strides) else 0
 
 
 def lengths_are_plannable(cu_seqlens: Any, lengths: Any) -> bool:

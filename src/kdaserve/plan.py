@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from kdaserve import guards
 from kdaserve.contract import CHUNK, INDICES
 from kdaserve.errors import error
+from kdaserve.schedule import Group, schedule
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,11 +30,20 @@ class PrefillPlan:
     cu_seqlens: Tensor
     chunk_offsets: Tensor
     chunk_indices: Tensor
+    _schedules: dict[tuple[int, int], tuple[Group, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
     @property
     def tokens(self) -> int:
         """Tokens of all sequences together."""
         return sum(self.lengths)
+
+    def schedule(self, step: int, units_per_block: int) -> tuple[Group, ...]:
+        """See `kdaserve.schedule`; made at the first call, for all layers."""
+        key = step, units_per_block
+        if key not in self._schedules:
+            with torch.inference_mode(False):  # kept: an inference tensor could not serve a call that autograd records
+                self._schedules[key] = schedule(self.lengths, step, units_per_block, self.cu_seqlens.device)
+        return self._schedules[key]
 
 
 def plan_prefill(cu_seqlens: Tensor | None = None, *, lengths: Sequence[int] | None = None, device: torch.device | str | None = None) -> PrefillPlan:
@@ -59,7 +69,10 @@ def plan_prefill(cu_seqlens: Tensor | None = None, *, lengths: Sequence[int] | N
         raise error("KDA126", problem="give `cu_seqlens` or `lengths`, and not both")
     if cu_seqlens is not None:
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INDICES or cu_seqlens.ndim != 1 or not len(cu_seqlens):
-            raise error("KDA126", problem="`cu_seqlens` must be a one-dimensional int32 or int64 tensor with at least one entry")
+            hint = "; for a list of lengths write `lengths=`" if isinstance(cu_seqlens, (list, tuple)) else ""
+            raise error("KDA126", problem=f"`cu_seqlens` must be a one-dimensional int32 or int64 tensor with at least one entry{hint}")
+        if not guards.has_storage(cu_seqlens):
+            raise error("KDA126", problem="`cu_seqlens` is on the meta device and holds no boundaries")
         host = sequence_lengths("plan_prefill", cu_seqlens)
         device = cu_seqlens.device if device is None else device
     else:
@@ -70,7 +83,10 @@ def plan_prefill(cu_seqlens: Tensor | None = None, *, lengths: Sequence[int] | N
             if isinstance(n, bool) or not isinstance(n, int) or n < 0:
                 raise error("KDA126", problem=f"`lengths` holds {n!r}; a length is a whole number >= 0")
         host = tuple(lengths)
-    return _tables(host, torch.device("cpu" if device is None else device))
+    try:
+        return _tables(host, torch.device("cpu" if device is None else device))
+    except RuntimeError as unknown:
+        raise error("KDA126", problem=f"`device` is {device!r}: {str(unknown).splitlines()[0]}") from unknown
 
 
 def sequence_lengths(op: str, cu_seqlens: Tensor, rows: int | None = None) -> tuple[int, ...]:
@@ -92,12 +108,12 @@ def chunks_of(length: int) -> int:
     return -(-length // CHUNK)
 
 
-@functools.lru_cache(maxsize=256)
 def _tables(lengths: tuple[int, ...], device: torch.device) -> PrefillPlan:
-    def running_sum(values: list[int]) -> Tensor:
-        return torch.tensor([0, *values]).cumsum(0).to(device, torch.int32)
+    def running_sum(values: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *itertools.accumulate(values)], dtype=torch.int32, device=device)
 
     counts = [chunks_of(n) for n in lengths]
     chunks = [(n, c) for n, count in enumerate(counts) for c in range(count)]
-    indices = torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2)
-    return PrefillPlan(lengths, running_sum(list(lengths)), running_sum(counts), indices)
+    with torch.inference_mode(False):
+        indices = torch.tensor(chunks, dtype=torch.int32, device=device).view(-1, 2)
+        return PrefillPlan(lengths, running_sum(lengths), running_sum(counts), indices)

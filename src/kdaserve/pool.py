@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kdaserve import contract, guards
-from kdaserve.errors import error
+from kdaserve.errors import dtype_name, error
 
 
 class StatePool:
@@ -61,9 +61,10 @@ class StatePool:
                 raise error("KDA129", argument=name, got=repr(value), expected="a multiple of 16 up to 256")
         for name, kind in (("dtype", dtype), ("conv_dtype", conv_dtype)):
             if kind not in contract.FLOATS:
-                raise error("KDA129", argument=name, got=str(kind), expected=", ".join(str(d) for d in contract.FLOATS))
-        self._recurrent = torch.zeros(slots, layers, v_heads, v_dim, k_dim, dtype=dtype, device=device)
-        self._conv = torch.zeros(slots, layers, conv_channels, conv_width - 1, dtype=conv_dtype, device=device)
+                raise error("KDA129", argument=name, got=dtype_name(kind), expected="one of " + ", ".join(dtype_name(d) for d in contract.FLOATS))
+        with torch.inference_mode(False):  # a pool made in inference mode serves outside of it too
+            self._recurrent = torch.zeros(slots, layers, v_heads, v_dim, k_dim, dtype=dtype, device=device)
+            self._conv = torch.zeros(slots, layers, conv_channels, conv_width - 1, dtype=conv_dtype, device=device)
         self._free = list(range(slots))
         self._allocated: set[int] = set()
 
@@ -84,11 +85,11 @@ class StatePool:
 
     def recurrent(self, layer: int) -> Tensor:
         """`[slots, HV, V, K]` view for a layer's kernels; the ``initial_state`` of `chunk_kda` and `packed_decode_kda`."""
-        return self._recurrent[:, layer]
+        return self._recurrent[:, self._checked(layer)]
 
     def conv(self, layer: int) -> Tensor:
         """`[slots, conv_channels, conv_width - 1]` view for a layer's short convolution, oldest input first."""
-        return self._conv[:, layer]
+        return self._conv[:, self._checked(layer)]
 
     def allocate(self) -> int:
         """The lowest free slot, zeroed in all layers.
@@ -96,10 +97,10 @@ class StatePool:
         Raises:
             PoolError: KDA127 when none is free.
         """
-        slot = self._take()
+        slot = self._lowest_free()
         self._recurrent[slot] = 0
         self._conv[slot] = 0
-        return slot
+        return self._take(slot)
 
     def free(self, slot: int) -> None:
         """Gives a slot back; what it held is gone for its next owner.
@@ -119,30 +120,43 @@ class StatePool:
         """
         self._must_own("copy", source)
         self._must_own("copy", target)
-        self._recurrent[target] = self._recurrent[source]
-        self._conv[target] = self._conv[source]
+        self._copy(source, target)
 
     def fork(self, slot: int) -> int:
         """A new slot with a copy of the state of `slot`, made at once (a state is small; nothing is copied on write).
 
         Raises:
-            PoolError: KDA127 when no slot is free, KDA128 when `slot` is not allocated.
+            PoolError: KDA127 when no slot is free, KDA128 when `slot` is not allocated. Then no slot is taken.
         """
         self._must_own("fork", slot)
-        child = self._take()
-        self.copy(slot, child)
-        return child
+        child = self._lowest_free()
+        self._copy(slot, child)
+        return self._take(child)
 
-    def _take(self) -> int:
+    def _copy(self, source: int, target: int) -> None:
+        self._recurrent[target] = self._recurrent[source]
+        self._conv[target] = self._conv[source]
+
+    def _lowest_free(self) -> int:
         if not self._free:
-            raise error("KDA127", requested=1, free=0, total=self.slots)
-        slot = heapq.heappop(self._free)
-        self._allocated.add(slot)
-        return slot
+            raise error("KDA127", total=self.slots)
+        return self._free[0]
+
+    def _take(self, lowest: int) -> int:
+        """Hands out the lowest free slot, after all that can fail has been done to it."""
+        heapq.heappop(self._free)
+        self._allocated.add(lowest)
+        return lowest
 
     def _must_own(self, operation: str, slot: int) -> None:
-        if slot not in self._allocated:
-            raise error("KDA128", operation=operation, slot=slot)
+        if not guards.slot_is_held(slot, self._allocated):
+            raise error("KDA128", operation=operation, slot=repr(slot))
+
+    def _checked(self, layer: int) -> int:
+        layers = self._recurrent.shape[1]
+        if isinstance(layer, bool) or not isinstance(layer, int) or not 0 <= layer < layers:
+            raise error("KDA129", argument="layer", got=repr(layer), expected=f"a layer from 0 to {layers - 1}")
+        return layer
 
     def __repr__(self) -> str:
         where = f"{self._recurrent.dtype}, {self._recurrent.device}"

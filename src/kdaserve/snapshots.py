@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from kdaserve.errors import error
+from kdaserve import guards
+from kdaserve.contract import INDICES
+from kdaserve.errors import dtype_name, error
 
 
+@dataclasses.dataclass(frozen=True, init=False, repr=False, eq=False)
 class Snapshots:
-    """Save the state after `tokens[i]` tokens of sequence `sequence[i]` into pool row `slot[i]`.
+    """Save the state after `tokens[i]` tokens of sequence `sequence[i]` into slot `slot[i]` of the pool.
 
     Args:
         sequence: `[M]` number of the sequence in the call.
         tokens: `[M]` tokens of that sequence after which to save: a multiple of 64 up to its length, or the length itself.
             0 saves the state the sequence starts from.
-        slot: `[M]` pool row to write, in the pool's dtype; negative = unused entry (for calls of fixed capacity). A row must not be
-            the row of a sequence of the same call, nor be named twice.
+        slot: `[M]` slot to write, in the pool's dtype; negative = unused entry (for calls of fixed capacity). It must not be the slot of a
+            sequence of the same call, nor be named twice.
 
     Each is a list of integers or an int32 or int64 tensor; several entries may name one sequence. Ranges are checked when the entries are
     on the host, and with ``check="values"`` anywhere.
@@ -31,10 +35,13 @@ class Snapshots:
         Snapshots(sequence=[0, 0], tokens=[64, 128], slot=[5, 6])
     """
 
+    sequence: Tensor
+    tokens: Tensor
+    slot: Tensor
+
     def __init__(self, sequence: Sequence[int] | Tensor, tokens: Sequence[int] | Tensor, slot: Sequence[int] | Tensor) -> None:
-        self.sequence = _integers("sequence", sequence)
-        self.tokens = _integers("tokens", tokens)
-        self.slot = _integers("slot", slot)
+        for name, values in (("sequence", sequence), ("tokens", tokens), ("slot", slot)):
+            object.__setattr__(self, name, _integers(name, values))
         if not len(self.sequence) == len(self.tokens) == len(self.slot):
             counts = f"{len(self.sequence)}, {len(self.tokens)} and {len(self.slot)}"
             raise error("KDA119", problem=f"`sequence`, `tokens` and `slot` have {counts} entries; one of each makes a snapshot")
@@ -58,9 +65,12 @@ class Snapshots:
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
     if isinstance(values, Tensor):
-        if values.dtype not in (torch.int32, torch.int64) or values.ndim != 1:
-            raise error("KDA119", problem=f"`{name}` must be one-dimensional int32 or int64, got {values.ndim}D {values.dtype}")
+        if values.dtype not in INDICES or values.ndim != 1 or not guards.has_storage(values):
+            got = f"{values.ndim}D {dtype_name(values.dtype)} on {values.device}"
+            raise error("KDA119", problem=f"`{name}` must be one-dimensional int32 or int64 with values, got {got}")
         return values
-    if not isinstance(values, Sequence) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+    if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise error("KDA119", problem=f"`{name}` must be a list of integers or an integer tensor, got {values!r}")
-    return torch.tensor(values, dtype=torch.int64)
+    if any(abs(v) >= 2**63 for v in values):
+        raise error("KDA119", problem=f"`{name}` holds a number that is no int64: {list(values)}")
+    return torch.tensor(values, dtype=torch.int64, device="cpu")

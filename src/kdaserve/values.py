@@ -7,35 +7,34 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kdaserve import guards
 from kdaserve.contract import CHUNK
 from kdaserve.errors import error
 from kdaserve.plan import chunks_of, sequence_lengths
 
 if TYPE_CHECKING:
-    from kdaserve.ops.packed_decode_kda.api import DecodeCall
+    from kdaserve.ops.decode import DecodeCall
     from kdaserve.ops.prefill import PrefillCall
 
 
 def check_prefill_indices(call: PrefillCall, sync: bool) -> None:
-    """KDA301 to KDA303, KDA307, KDA308 for the indices that are on the host, or for all of them with `sync`."""
+    """KDA120, KDA301 to KDA303, KDA307, KDA308 for the indices that are on the host, or for all of them with `sync`."""
 
-    def readable(*tensors: Tensor | None) -> bool:
-        return all(t is not None and (sync or t.device.type == "cpu") for t in tensors)
+    def readable(tensor: Tensor | None) -> bool:
+        return tensor is not None and (sync or tensor.device.type == "cpu") and guards.has_storage(tensor)
 
-    if readable(call.cu_seqlens):
+    lengths = call.plan.lengths if call.plan is not None else (call.sizes["T"],) * call.sizes["B"] if call.cu_seqlens is None else None
+    if readable(call.cu_seqlens) and (call.plan is None or call.cu_seqlens is not call.plan.cu_seqlens):
         assert call.cu_seqlens is not None
-        lengths = sequence_lengths(call.op, call.cu_seqlens, call.sizes["T"])
-        if call.plan is not None and call.plan.lengths != lengths:
-            raise error("KDA120", op=call.op, problem=f"it has lengths {list(call.plan.lengths)}, `cu_seqlens` has {list(lengths)}")
-    elif call.plan is not None:
-        lengths = call.plan.lengths
-    elif call.cu_seqlens is None:
-        lengths = (call.sizes["T"],) * call.sizes["B"]
-    else:
-        return
+        found = sequence_lengths(call.op, call.cu_seqlens, call.sizes["T"])
+        if lengths is not None and lengths != found:
+            raise error("KDA120", op=call.op, problem=f"it has lengths {list(lengths)}, `cu_seqlens` has {list(found)}")
+        lengths = found
     used: dict[int, str] = {}
     if readable(call.initial_state_indices):
         _claim_slots(call, "initial_state_indices", call.initial_state_indices, used)
+    if lengths is None:
+        return
     if call.snapshots is not None and (sync or call.snapshots.on_host):
         _check_snapshots(call, lengths, used)
     if readable(call.track_chunk_idx):
@@ -51,7 +50,10 @@ def check_prefill_data(call: PrefillCall) -> None:
     for name in ("q", "k", "v", "g", "beta"):
         _check_finite(call.op, name, getattr(call, name)[:, :tokens], ("batch", "token", "head", "channel"))
     _check_parameters(call)
-    _check_slots_finite(call, call.initial_state_indices)
+    starting = {n for n, length in enumerate(call.host_plan().lengths) if length}
+    if call.snapshots is not None:
+        starting |= {sequence for sequence, tokens, _ in call.snapshots.entries() if tokens == 0}
+    _check_slots_finite(call, [slot for n, slot in enumerate(call.initial_state_indices.tolist()) if n in starting])
     if call.A_log is None:
         _check_range(call.op, "KDA305", call.g[:, :tokens], call.g[:, :tokens] > 0, ("batch", "token", "head", "channel"))
     if not call.beta_is_raw:
@@ -61,7 +63,7 @@ def check_prefill_data(call: PrefillCall) -> None:
 
 def check_decode_indices(call: DecodeCall, sync: bool) -> None:
     """KDA301 and KDA302 for the slot of every request."""
-    if sync or call.ssm_state_indices.device.type == "cpu":
+    if guards.has_storage(call.ssm_state_indices) and (sync or call.ssm_state_indices.device.type == "cpu"):
         _claim_slots(call, "ssm_state_indices", call.ssm_state_indices, {})
 
 
@@ -72,7 +74,7 @@ def check_decode_data(call: DecodeCall) -> None:
         x = getattr(call, name)
         _check_finite(call.op, name, x.masked_fill(~used[:, None], 0), ("request", "column"))
     _check_parameters(call)
-    _check_slots_finite(call, call.ssm_state_indices)
+    _check_slots_finite(call, call.ssm_state_indices.tolist())
 
 
 def _claim_slots(call: PrefillCall | DecodeCall, argument: str, indices: Tensor, used: dict[int, str]) -> None:
@@ -117,9 +119,9 @@ def _check_parameters(call: PrefillCall | DecodeCall) -> None:
             _check_finite(call.op, name, parameter, ("entry",))
 
 
-def _check_slots_finite(call: PrefillCall | DecodeCall, indices: Tensor) -> None:
+def _check_slots_finite(call: PrefillCall | DecodeCall, slots: list[int]) -> None:
     """The states that the call will read, one slot at a time so that a large pool is not copied."""
-    for slot in indices.tolist():
+    for slot in slots:
         if slot >= 0:
             _check_finite(call.op, f"initial_state[{slot}]", call.initial_state[slot], ("head", "row", "column"))
 

@@ -10,6 +10,7 @@ from kdaserve.errors.exceptions import (
     KdaError,
     PoolError,
     ValuesError,
+    dtype_name,
     error,
 )
 
@@ -18,12 +19,13 @@ def explain(code: str) -> Entry:
     """The catalogue entry of an error code.
 
     Args:
-        code: a code such as ``"KDA102"``; case does not matter.
+        code: a code such as ``"KDA102"``; ``"kda102"``, ``"102"`` and ``"[KDA102]"`` mean the same.
 
     Raises:
         ContractError: KDA131 when there is no such code.
     """
-    found = CATALOGUE.get(str(code).upper())
+    plain = str(code).strip(" []").upper()
+    found = CATALOGUE.get(plain if plain.startswith("KDA") else f"KDA{plain}")
     if found is None:
         raise error("KDA131", got=repr(code), known=", ".join(CATALOGUE))
     return found
@@ -40,6 +42,7 @@ __all__ = [
     "KdaError",
     "PoolError",
     "ValuesError",
+    "dtype_name",
     "error",
     "explain",
 ]

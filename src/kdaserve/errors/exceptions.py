@@ -54,3 +54,8 @@ _CLASSES = {c.__name__: c for c in (ContractError, ContractTypeError, PoolError,
 def error(code: str, /, **details: object) -> KdaError:
     """The exception for `code`, ready to be raised; `details` fill the templates of its catalogue entry."""
     return _CLASSES[CATALOGUE[code].raises](code, details)
+
+
+def dtype_name(dtype: object) -> str:
+    """A ``torch.dtype`` as people write it, such as ``float32``; for messages."""
+    return str(dtype).removeprefix("torch.")

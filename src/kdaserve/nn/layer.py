@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 from torch import Tensor, nn
 
+from kdaserve import guards
+from kdaserve.errors import error
 from kdaserve.nn.convolution import PackedInputs, convolve_token, load_states, store_states
 from kdaserve.nn.norm import GatedRMSNorm
 from kdaserve.ops.chunk_kda.api import chunk_kda
@@ -16,6 +18,8 @@ from kdaserve.ops.packed_decode_kda.api import packed_decode_kda
 from kdaserve.plan import PrefillPlan, plan_prefill
 from kdaserve.pool import StatePool
 from kdaserve.snapshots import Snapshots
+
+OP = "KimiDeltaAttention"
 
 
 class LayerState(NamedTuple):
@@ -58,7 +62,7 @@ class KimiDeltaAttention(nn.Module):
         head_dim: K and V, a multiple of 16 up to 256; also the rank of the two low-rank gates.
         v_heads: HV, a multiple of H; default H.
         conv_size: taps of the short convolutions.
-        lower_bound: a negative number for the bounded gate, None for the softplus gate.
+        lower_bound: None for the softplus gate of the Kimi-Linear checkpoints, a negative number for the bounded gate.
         norm_eps: of the output norm.
 
     Example:
@@ -78,10 +82,17 @@ class KimiDeltaAttention(nn.Module):
         head_dim: int = 128,
         v_heads: int | None = None,
         conv_size: int = 4,
-        lower_bound: float | None = -5.0,
+        lower_bound: float | None = None,
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
+        values = num_heads if v_heads is None else v_heads
+        if not guards.heads_divide(num_heads, values):
+            raise error("KDA110", op=OP, heads=num_heads, v_heads=values)
+        if not guards.head_dim_supported(head_dim):
+            raise error("KDA111", op=OP, symbol="head_dim", got=head_dim)
+        if not guards.lower_bound_is_negative(lower_bound):
+            raise error("KDA114", op=OP, got=lower_bound)
         self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
         self.v_heads = num_heads if v_heads is None else v_heads
         self.conv_size, self.lower_bound = conv_size, lower_bound
@@ -113,7 +124,7 @@ class KimiDeltaAttention(nn.Module):
         if self.lower_bound is None:
             self.dt_bias.copy_(rate.expm1().log())  # the inverse of softplus
         else:
-            self.dt_bias.copy_((rate / -self.lower_bound).logit())
+            self.dt_bias.copy_((rate / -self.lower_bound).clamp_max(0.99).logit())  # a bound above -0.1 allows no faster rate
 
     def state_sizes(self) -> StateSizes:
         """Keyword arguments for a `StatePool` that this layer can use."""
@@ -144,6 +155,7 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             Whatever `chunk_kda` raises; then nothing has been written.
         """
+        self._check_conv(state)
         covered = torch.arange(x.shape[1], device=x.device) < plan.cu_seqlens[-1]
         x = torch.where(covered[:, None], x, 0)
         inputs = PackedInputs(self.project_qkv(x[0]), load_states(state.conv, slots), plan)
@@ -187,6 +199,7 @@ class KimiDeltaAttention(nn.Module):
         Raises:
             Whatever `packed_decode_kda` raises; then nothing has been written.
         """
+        self._check_conv(state)
         x = torch.where((slots >= 0)[:, None], x, 0)
         qkv, conv = convolve_token(self.project_qkv(x), load_states(state.conv, slots), self.conv_taps())
         o = x.new_empty(len(x), 1, self.v_heads, self.head_dim)
@@ -241,6 +254,14 @@ class KimiDeltaAttention(nn.Module):
         """`[..., HV, V]` heads, normed, gated by the layer's input, to `[..., hidden_size]`."""
         gate = self.split_heads(self.g_b_proj(self.g_a_proj(x)))
         return self.o_proj(self.o_norm(o, gate).flatten(-2))
+
+    def _check_conv(self, state: LayerState) -> None:
+        """KDA104 unless the convolution state fits the layer and the recurrent state: before the kernel writes the latter."""
+        expected = (len(state.recurrent), sum(self.qkv_channels()), self.conv_size - 1)
+        for dim, (symbol, got, wanted) in enumerate(zip(("slots", "channels", "conv_size - 1"), state.conv.shape, expected, strict=False)):
+            if got != wanted:
+                details = {"shape": list(state.conv.shape), "layout": "[slots, 2*H*K + HV*V, conv_size - 1]", "source": "the layer"}
+                raise error("KDA104", op=OP, argument="state.conv", dim=dim, symbol=symbol, got=got, expected=wanted, **details)
 
     def _store_conv(self, conv: Tensor, inputs: PackedInputs, slots: Tensor, plan: PrefillPlan, snapshots: Snapshots | None) -> None:
         if not plan.lengths:

@@ -26,7 +26,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[..., size]` to the same shape and dtype."""
-        """See the class."""
         return self._normed(x).to(x.dtype)
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -43,6 +42,5 @@ class GatedRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # type: ignore[override]
         """`x` and `gate` `[..., size]` to the same shape and the dtype of `x`."""
-        """See the class."""
         normed = self._normed(x)
         return (normed * sigmoid(gate.to(normed.dtype))).to(x.dtype)

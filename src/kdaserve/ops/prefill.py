@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdaserve import contract, dispatch, guards, values
+from kdaserve import contract, dispatch, values
 from kdaserve.errors import error
 from kdaserve.plan import PrefillPlan, plan_prefill, sequence_lengths
 from kdaserve.snapshots import Snapshots
@@ -40,13 +40,18 @@ class PrefillCall:
     snapshots: Snapshots | None
     plan: PrefillPlan | None
     out: Tensor | None
-    sizes: contract.Sizes
+    layout: contract.Layout
+    needs_grad: bool
 
     @property
-    def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the call by name."""
-        named = {a.name: getattr(self, a.name) for a in contract.PREFILL}
-        return {name: tensor for name, tensor in named.items() if tensor is not None}
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by symbol."""
+        return self.layout.sizes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32, or float64 when an input, a parameter or the pool is (S12)."""
+        return contract.compute_dtype(self.layout)
 
     def host_plan(self) -> PrefillPlan:
         """The plan given, or one made from `cu_seqlens` (a sync when they are on a GPU)."""
@@ -63,33 +68,38 @@ def run(call: PrefillCall, backend: str) -> Tensor | tuple[Tensor, Tensor]:
     return (o, h) if call.output_intermediate_states else o
 
 
-def prefill_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
-    """The checked record of a call; raises before anything is written (S19)."""
+def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
+    """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
     if arguments["initial_state"] is None or arguments["initial_state_indices"] is None:
         missing = [f"`{name}`" for name in ("initial_state", "initial_state_indices") if arguments[name] is None]
         raise error("KDA101", op=op, missing=" and ".join(missing) + (" is None" if len(missing) == 1 else " are None"))
     _check_pairs(op, arguments)
-    if arguments["plan"] is not None and arguments["cu_seqlens"] is None and isinstance(arguments["q"], Tensor) and arguments["q"].shape[:1] == (1,):
-        arguments = {**arguments, "cu_seqlens": arguments["plan"].cu_seqlens}
-    sizes = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
+    plan, q = arguments["plan"], arguments["q"]
+    if plan is not None and arguments["cu_seqlens"] is None and isinstance(q, Tensor) and q.shape[:1] == (1,):
+        _check_plan(op, plan, q, arguments["initial_state_indices"])
+        arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
+    layout = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
     for flag in ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"):
         contract.check_flag(op, flag, arguments[flag])
     contract.check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
     contract.check_level(op, arguments["check"])
-    contract.check_in_place(op, initial_state=arguments["initial_state"], out=arguments["out"], track_state=arguments["track_state"])
-    fields = {f.name for f in dataclasses.fields(PrefillCall)} - {"op", "sizes", "scale"}
+    contract.check_written(op, layout, arguments)
+    if plan is not None:
+        _check_plan(op, plan, q, arguments["initial_state_indices"])
     call = PrefillCall(
         op=op,
-        sizes=sizes,
-        scale=contract.check_scale(op, arguments["scale"], sizes["K"]),
-        **{name: arguments[name] for name in fields},
+        layout=layout,
+        needs_grad=contract.needs_grad(layout, arguments),
+        scale=contract.check_scale(op, arguments["scale"], layout.sizes["K"]),
+        **{name: arguments[name] for name in _AS_GIVEN},
     )
-    _check_plan(call)
-    _check_written(call)
     values.check_prefill_indices(call, sync=arguments["check"] == "values")
-    if arguments["check"] == "values":
+    if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
         values.check_prefill_data(call)
     return call
+
+
+_AS_GIVEN = [f.name for f in dataclasses.fields(PrefillCall) if f.name not in ("op", "layout", "needs_grad", "scale")]
 
 
 def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
@@ -103,34 +113,17 @@ def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
             raise error("KDA108", op=op, argument=name, expected=f"a kdaserve.{kind.__name__} or None", got=got)
 
 
-def _check_plan(call: PrefillCall) -> None:
-    plan, B, T, N = call.plan, *(call.sizes[s] for s in "BTN")
-    if plan is None:
-        return
-    if len(plan.lengths) != N:
-        problem = f"it has {len(plan.lengths)} sequences, the call has {N}"
+def _check_plan(op: str, plan: PrefillPlan, q: Tensor, indices: Any) -> None:
+    B, T = q.shape[:2]
+    sequences = len(indices) if isinstance(indices, Tensor) and indices.ndim == 1 else B
+    if len(plan.lengths) != sequences:
+        problem = f"it has {len(plan.lengths)} sequences, the call has {sequences}"
     elif B > 1 and any(n != T for n in plan.lengths):
         problem = f"batched input needs lengths of {T} for all {B} sequences, it has {list(plan.lengths)}"
     elif plan.tokens > B * T:
         problem = f"it has {plan.tokens} tokens, q has {B * T} rows"
-    elif plan.cu_seqlens.device != call.q.device:
-        problem = f"its tables are on {plan.cu_seqlens.device}, q is on {call.q.device}"
+    elif plan.cu_seqlens.device != q.device:
+        problem = f"its tables are on {plan.cu_seqlens.device}, q is on {q.device}"
     else:
         return
-    raise error("KDA120", op=call.op, problem=problem)
-
-
-def _check_written(call: PrefillCall) -> None:
-    """KDA121: what is written must not lie on what is still read."""
-    if call.track_state is not None:
-        contract.check_apart(call.op, "track_state", call.track_state, initial_state=call.initial_state)
-    if call.out is not None:
-        contract.check_apart(call.op, "out", call.out, q=call.q, k=call.k, g=call.g, beta=call.beta, initial_state=call.initial_state)
-        if not guards.out_does_not_overlap(call.out, call.v, may_be_same=True):
-            raise error("KDA121", op=call.op, written="out", argument="`v`")
-
-
-def compute_dtype(call: PrefillCall) -> torch.dtype:
-    """float32, or float64 when an input or the pool is float64 (S12)."""
-    wide = (t.dtype == torch.float64 for t in (call.q, call.g, call.beta, call.initial_state))
-    return torch.float64 if any(wide) else torch.float32
+    raise error("KDA120", op=op, problem=problem)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ class States:
         self._call, self._dtype = call, dtype
         self._slots = call.initial_state_indices.tolist()
         self._chunks = [chunks_of(n) for n in plan.lengths]
-        self._offsets = [sum(self._chunks[:n]) for n in range(len(self._chunks))]
+        self._offsets = [0, *accumulate(self._chunks)]
         self._pool_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
         self._track_rows: set[tuple[int, int]] = set()
         self._pool_writes: list[tuple[list[int], Tensor]] = []
@@ -42,8 +43,10 @@ class States:
 
     def initial(self, sequences: Sequence[int]) -> Tensor:
         """`[n, HV, V, K]`: the states that `sequences` start from; zero for padding."""
-        pool = self._call.initial_state
-        slots = torch.tensor([self._slots[n] for n in sequences], device=pool.device)
+        pool, named = self._call.initial_state, [self._slots[n] for n in sequences]
+        if max(named) < 0:
+            return pool.new_zeros(len(named), *pool.shape[1:], dtype=self._dtype)
+        slots = torch.tensor(named, device=pool.device)
         S = pool.index_select(0, slots.clamp_min(0)).to(self._dtype)
         return S.masked_fill((slots < 0)[:, None, None, None], 0)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from kdaserve.contract import CHUNK
+from kdaserve.plan import chunks_of
 from kdaserve.testing.inputs import prefill_inputs
 
 
@@ -19,6 +21,7 @@ class PrefillCase:
         lengths: tokens of each packed sequence.
         heads: H = HV.
         dtype: of the inputs.
+        head_dim: K = V.
     """
 
     name: str
@@ -41,11 +44,11 @@ class PrefillCase:
     @property
     def flops(self) -> float:
         """Floating-point operations of the chunked form (E5 to E11): products only, in chunks of 64 tokens."""
-        C, D = 64, self.head_dim
+        C, D = CHUNK, self.head_dim
         inside = 2 * C * C * D * 2 / 2 + C**3 / 3  # A and q.k, lower halves; the inverse
         solve = 2 * C * C * D * 2 / 2  # w and u
         chain = 2 * C * D * D * 3 + 2 * C * C * D / 2  # w S, q S, k v'; (q.k) v'
-        return sum(-(-n // C) for n in self.lengths) * self.heads * (inside + solve + chain)
+        return sum(chunks_of(n) for n in self.lengths) * self.heads * (inside + solve + chain)
 
     def inputs(self, device: torch.device | str = "cpu", seed: int = 0) -> dict[str, Any]:
         """Keyword arguments of `chunk_kda`."""

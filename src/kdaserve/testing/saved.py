@@ -10,60 +10,65 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdaserve.dispatch import OPS
-from kdaserve.errors import error
+from kdaserve import memory
+from kdaserve.calls import OPS, check_op, checked_call
+from kdaserve.errors import KdaError, error
 from kdaserve.plan import PrefillPlan, plan_prefill
 from kdaserve.snapshots import Snapshots
 
 POOL = "initial_state"
+SLOTS = ("initial_state_indices", "ssm_state_indices", "snapshots.slot")
 FORMAT = 1
 
 
 def save_call(path: str | Path, op: str, arguments: Mapping[str, Any]) -> Path:
-    """Saves a call before it is made: tensors to ``path`` (``.safetensors``), the rest to a JSON file beside it.
+    """Saves a call before it is made: tensors to a ``.safetensors`` file, the rest to a ``.json`` file beside it.
 
-    Of the pool only the rows that the call names are saved. Strides are kept, and so is ``out=v``. Must run **before** the call: afterwards
-    the pool holds the new states.
+    Of the pool only the slots that the call names are saved, renumbered from 0 in the order of their numbers. Strides inside a token and
+    ``out=v`` are kept. Must run **before** the call: afterwards the pool holds the new states.
 
     Args:
-        path: file to write; its suffix becomes ``.safetensors``.
+        path: of the file to write; ``.safetensors`` is appended unless it ends so.
         op: ``"chunk_kda"``, ``"recurrent_kda"`` or ``"packed_decode_kda"``.
-        arguments: keyword arguments of the call.
+        arguments: keyword arguments of the call. A wrong call is saved too, with the error that it raises.
 
     Returns:
         The path of the safetensors file, to pass to ``kdaserve check``.
+
+    Raises:
+        ContractError: KDA125 for an unknown op, KDA130 when the files cannot be written.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    if op not in OPS:
-        raise error("KDA125", op="save_call", option="op", got=repr(op), expected=", ".join(OPS))
-    path = Path(path).with_suffix(".safetensors")
-    tensors: dict[str, Tensor] = {}
-    scalars: dict[str, Any] = {}
-    strides: dict[str, list[int]] = {}
-    for name, value in _flatten(arguments).items():
-        if isinstance(value, Tensor):
-            strides[name] = list(value.stride())
-            tensors[name] = value.detach()
-        else:
-            scalars[name] = value
-    aliases = {}
-    if "out" in tensors and "v" in tensors and _is_same(tensors["out"], tensors["v"]):
-        aliases["out"] = "v"
+    check_op("save_call", op)
+    target = _tensor_file(path)
+    description: dict[str, Any] = {"format": FORMAT, "op": op, "refused": _refusal(op, arguments)}
+    flat = _flatten(arguments)
+    tensors = {name: x.detach() for name, x in flat.items() if isinstance(x, Tensor) and not x.is_nested and x.layout == torch.strided}
+    description["scalars"] = {name: value for name, value in flat.items() if name not in tensors}
+    description["strides"] = {name: list(x.stride()) for name, x in tensors.items()}
+    if "out" in tensors and "v" in tensors and memory.same_view(tensors["out"], tensors["v"]):
+        description["out_is_v"] = True
         del tensors["out"]
-    description: dict[str, Any] = {"format": FORMAT, "op": op, "scalars": scalars, "strides": strides, "aliases": aliases}
     pool = tensors.get(POOL)
     if pool is not None and pool.ndim == 4:
-        rows = _named_rows(tensors, pool.shape[0])
-        tensors[POOL] = pool[rows]
-        description["pool"] = {"slots": pool.shape[0], "rows": rows}
-    save_file({name: t.contiguous().clone() for name, t in tensors.items()}, path)
-    path.with_suffix(".json").write_text(json.dumps(description, indent=1))
-    return path
+        slots = sorted({slot for name in SLOTS for slot in _integers(tensors.get(name)) if 0 <= slot < len(pool)})
+        tensors[POOL] = pool[slots]
+        description["pool"] = {"slots": len(pool), "saved": slots}
+    try:
+        text = json.dumps(description, indent=1, default=str)
+        save_file({name: x.contiguous().clone() for name, x in tensors.items()}, target)
+        _description_file(target).write_text(text)
+    except (OSError, SafetensorError) as failed:
+        raise error("KDA130", path=target, problem=f"cannot be written: {failed}") from failed
+    return target
 
 
 def load_call(path: str | Path) -> tuple[str, dict[str, Any]]:
-    """The op and the arguments of a call saved by `save_call`, on the CPU, with the strides they had; other rows of the pool are zero.
+    """The op and the arguments of a call saved by `save_call`, on the CPU.
+
+    The pool holds the saved slots alone, renumbered from 0; an index that was past the pool's end still is.
 
     Raises:
         ContractError: KDA130 when the files are missing or not a saved call.
@@ -71,28 +76,44 @@ def load_call(path: str | Path) -> tuple[str, dict[str, Any]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    path = Path(path).with_suffix(".safetensors")
+    target = _tensor_file(path)
+    for file in (target, _description_file(target)):
+        if not file.is_file():
+            raise error("KDA130", path=target, problem=f"{file} does not exist; a saved call is a .safetensors and a .json file")
     try:
-        description = json.loads(path.with_suffix(".json").read_text())
-        tensors = load_file(path)
-        op, scalars, strides, aliases = (description[key] for key in ("op", "scalars", "strides", "aliases"))
-    except FileNotFoundError as missing:
-        raise error("KDA130", path=path, problem=f"{missing.filename} does not exist; a saved call is a .safetensors and a .json file") from missing
-    except (KeyError, ValueError, TypeError, SafetensorError, OSError) as broken:
-        raise error("KDA130", path=path, problem=f"it cannot be read: {broken}") from broken
-    if op not in OPS or description.get("format") != FORMAT:
-        raise error("KDA130", path=path, problem=f"it holds op {op!r} in format {description.get('format')}; this version reads format {FORMAT}")
-    values: dict[str, Any] = dict(scalars)
-    pool_rows = description.get("pool")
+        description, tensors = json.loads(_description_file(target).read_text()), load_file(target)
+        if description["op"] not in OPS or description["format"] != FORMAT:
+            raise ValueError(f"it holds op {description['op']!r} in format {description['format']}; this version reads format {FORMAT}")
+        return description["op"], _arguments(description, tensors)
+    except (AttributeError, IndexError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError) as broken:
+        raise error("KDA130", path=target, problem=f"it cannot be read: {type(broken).__name__}: {broken}") from broken
+
+
+def refusal_when_saved(path: str | Path) -> str | None:
+    """The error that the call of a saved call raised when it was saved; None when it was fine. For files that `load_call` takes."""
+    return json.loads(_description_file(_tensor_file(path)).read_text()).get("refused")
+
+
+def _arguments(description: Mapping[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
+    saved = description.get("pool")
+    if saved is not None:
+        renumbered = {slot: i for i, slot in enumerate(saved["saved"])}
+        past_the_end = len(renumbered) - saved["slots"]
+        for name in SLOTS:
+            if name in tensors:
+                new = [renumbered.get(slot, slot if slot < 0 else slot + past_the_end) for slot in _integers(tensors[name])]
+                tensors[name] = torch.tensor(new, dtype=tensors[name].dtype) if tensors[name].ndim == 1 else tensors[name]
+    values: dict[str, Any] = dict(description["scalars"])
     for name, tensor in tensors.items():
-        if name == POOL and pool_rows:
-            full = _strided((pool_rows["slots"], *tensor.shape[1:]), strides[name], tensor.dtype)
-            full[pool_rows["rows"]] = tensor
-            values[name] = full
-        else:
-            values[name] = _with_strides(tensor, strides[name])
-    values |= {name: values[source] for name, source in aliases.items()}
-    return op, _unflatten(values)
+        values[name] = tensor if name == POOL else _with_strides(tensor, description["strides"][name])
+    if description.get("out_is_v"):
+        values["out"] = values["v"]
+    parts = [f"snapshots.{part}" for part in ("sequence", "tokens", "slot")]
+    if any(part in values for part in parts):
+        values["snapshots"] = Snapshots(*(values.pop(part) for part in parts))
+    if "plan.lengths" in values:
+        values["plan"] = plan_prefill(lengths=values.pop("plan.lengths"))
+    return values
 
 
 def _flatten(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,30 +128,30 @@ def _flatten(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _unflatten(values: dict[str, Any]) -> dict[str, Any]:
-    if "snapshots.sequence" in values:
-        values["snapshots"] = Snapshots(*(values.pop(f"snapshots.{part}") for part in ("sequence", "tokens", "slot")))
-    if "plan.lengths" in values:
-        values["plan"] = plan_prefill(lengths=values.pop("plan.lengths"))
-    return values
+def _refusal(op: str, arguments: Mapping[str, Any]) -> str | None:
+    try:
+        checked_call(op, arguments)
+    except (KdaError, TypeError) as refused:
+        return str(refused)
+    return None
 
 
-def _named_rows(tensors: Mapping[str, Tensor], slots: int) -> list[int]:
-    named = [tensors[n].tolist() for n in ("initial_state_indices", "ssm_state_indices", "snapshots.slot") if n in tensors]
-    return sorted({row for rows in named for row in rows if 0 <= row < slots})
+def _integers(indices: Tensor | None) -> list[int]:
+    return indices.tolist() if indices is not None and indices.ndim == 1 and indices.dtype in (torch.int32, torch.int64) else []
 
 
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+def _tensor_file(path: str | Path) -> Path:
+    text = str(path).removesuffix(".json")
+    return Path(text if text.endswith(".safetensors") else f"{text}.safetensors")
+
+
+def _description_file(tensor_file: Path) -> Path:
+    return Path(str(tensor_file).removesuffix(".safetensors") + ".json")
 
 
 def _with_strides(tensor: Tensor, stride: list[int]) -> Tensor:
     for dim, step in enumerate(stride):
         if step == 0 and tensor.shape[dim] > 1:  # an expanded dimension: one copy of its data, seen many times
             return _with_strides(tensor.narrow(dim, 0, 1), [*stride[:dim], 1, *stride[dim + 1 :]]).expand(tensor.shape)
-    return _strided(tuple(tensor.shape), stride, tensor.dtype).copy_(tensor)
-
-
-def _strided(shape: tuple[int, ...], stride: list[int], dtype: torch.dtype) -> Tensor:
-    extent = 1 + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) if all(shape) else 0
-    return torch.zeros(extent, dtype=dtype).as_strided(shape, stride)
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True)) if tensor.numel() else 0
+    return torch.zeros(extent, dtype=tensor.dtype).as_strided(tensor.shape, stride).copy_(tensor)

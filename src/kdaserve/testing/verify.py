@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kdaserve import dispatch
+from kdaserve import calls, dispatch
 from kdaserve.contract import CHUNK
 from kdaserve.errors import error
-from kdaserve.ops.chunk_kda.api import chunk_kda
-from kdaserve.ops.packed_decode_kda.api import packed_decode_kda
-from kdaserve.ops.recurrent_kda.api import recurrent_kda
-from kdaserve.plan import sequence_lengths
+from kdaserve.ops.prefill import PrefillCall
 from kdaserve.snapshots import Snapshots
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"chunk_kda": chunk_kda, "recurrent_kda": recurrent_kda, "packed_decode_kda": packed_decode_kda}
 DEFAULT_TOLERANCE = 1e-3
 """Relative, for float32 results: what equal keys may cost. Lower dtypes add the spacing of their numbers."""
 
@@ -52,10 +49,17 @@ def verify_call(op: str, arguments: Mapping[str, Any], backend: str = "auto", to
         ValuesError: KDA309, naming the first sequence, head and token that is too far off.
         KdaError: whatever the call itself raises with ``check="values"``.
     """
-    call = dispatch.checked_call(op, {**arguments, "check": "values"})
+    call = calls.checked_call(op, {**arguments, "check": "values"})
     name = dispatch.choose(call, backend).name
-    run = _run_decode if op == "packed_decode_kda" else _run_prefill
-    actual, expected = run(op, arguments, name, None), run(op, arguments, "reference", torch.float64)
+
+    @torch.no_grad()
+    def rows(backend: str, pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
+        run = functools.partial(calls.OPS[op], backend=backend)
+        if isinstance(call, PrefillCall):
+            return _run_prefill(arguments, run, call.host_plan().lengths, pool_dtype)
+        return _run_decode(arguments, run, pool_dtype)
+
+    actual, expected = rows(name, None), rows("reference", torch.float64)
     worst = []
     for what, a, e in zip(("output", "state"), actual, expected, strict=True):
         allowed = DEFAULT_TOLERANCE + _spacing(a.values.dtype) if tolerance is None else tolerance
@@ -85,47 +89,36 @@ class _Rows:
         return gap / size.maximum(usual / 100).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def _run_prefill(op: str, arguments: Mapping[str, Any], backend: str, pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
+def _run_prefill(call: Mapping[str, Any], run: Callable[..., Any], lengths: tuple[int, ...], pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
     replaced = ("backend", "check", "track_state", "track_chunk_idx", "snapshots", "out")
-    call = {name: value for name, value in arguments.items() if name not in replaced}
-    q, pool = call["q"], call["initial_state"]
-    lengths = _lengths(op, call)
+    changed = {name: value for name, value in call.items() if name not in replaced}
     steps = range(0, max(lengths, default=0), CHUNK)
     boundaries = [(n, min(t + CHUNK, length)) for t in steps for n, length in enumerate(lengths) if t < length]
-    extra = pool.new_zeros(len(boundaries), *pool.shape[1:])
-    call["initial_state"] = torch.cat([pool.detach(), extra]).to(pool_dtype or pool.dtype)
-    rows = range(pool.shape[0], pool.shape[0] + len(boundaries))
-    call["snapshots"] = Snapshots([n for n, _ in boundaries], [t for _, t in boundaries], list(rows))
-    call["output_intermediate_states"] = False
-    with torch.no_grad():
-        o = FUNCTIONS[op](**call, backend=backend)
-    assert isinstance(o, Tensor)
-    batched = q.shape[0] > 1
-    o = o.flatten(0, 1) if batched else o[0, : sum(lengths)]
+    pool, changed["initial_state_indices"] = _used_slots(call["initial_state"], call["initial_state_indices"])
+    slots = list(range(len(pool), len(pool) + len(boundaries)))
+    changed["initial_state"] = torch.cat([pool, pool.new_zeros(len(slots), *pool.shape[1:])]).to(pool_dtype or pool.dtype)
+    changed["snapshots"] = Snapshots([n for n, _ in boundaries], [t for _, t in boundaries], slots)
+    changed["output_intermediate_states"] = False
+    o = run(**changed)
     tokens = [f"sequence {n}, token {t}" for n, length in enumerate(lengths) for t in range(length)]
     states = [f"sequence {n}, after {t} tokens" for n, t in boundaries]
-    return _Rows(o, tokens), _Rows(call["initial_state"][list(rows)], states)
+    return _Rows(o.flatten(0, 1)[: len(tokens)], tokens), _Rows(changed["initial_state"][slots], states)
 
 
-def _run_decode(op: str, arguments: Mapping[str, Any], backend: str, pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
-    call = {name: value for name, value in arguments.items() if name not in ("backend", "check")}
-    pool = call["initial_state"].detach()
-    call["initial_state"], call["out"] = pool.to(pool_dtype or pool.dtype, copy=True), torch.empty_like(call["out"])
-    with torch.no_grad():
-        out, pool = FUNCTIONS[op](**call, backend=backend)
+def _run_decode(call: Mapping[str, Any], run: Callable[..., Any], pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
+    changed = {name: value for name, value in call.items() if name not in ("backend", "check")}
+    pool, changed["ssm_state_indices"] = _used_slots(call["initial_state"], call["ssm_state_indices"])
+    changed["initial_state"], changed["out"] = pool.to(pool_dtype or pool.dtype, copy=True), torch.empty_like(call["out"])
+    out, pool = run(**changed)
     slots = call["ssm_state_indices"].tolist()
-    used = [row for row, slot in enumerate(slots) if slot >= 0]
-    states = pool[[slots[row] for row in used]]
-    return _Rows(out[:, 0], [f"request {row}" for row in range(len(slots))]), _Rows(states, [f"request {row}, slot {slots[row]}" for row in used])
+    states = [f"request {row}, slot {slot}" for row, slot in enumerate(slots) if slot >= 0]
+    return _Rows(out[:, 0], [f"request {row}" for row in range(len(slots))]), _Rows(pool, states)
 
 
-def _lengths(op: str, call: Mapping[str, Any]) -> tuple[int, ...]:
-    B, T = call["q"].shape[:2]
-    if call.get("plan") is not None:
-        return call["plan"].lengths
-    if call.get("cu_seqlens") is not None:
-        return sequence_lengths(op, call["cu_seqlens"], T)
-    return (T,) * B
+def _used_slots(pool: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """The slots that `indices` name, in their order, as a pool of its own, and the indices into it; padding stays padding."""
+    used = indices >= 0
+    return pool.detach()[indices[used].long()], torch.where(used, used.cumsum(0) - 1, -1)
 
 
 def _spacing(dtype: torch.dtype) -> float:

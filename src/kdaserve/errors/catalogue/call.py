@@ -122,8 +122,8 @@ kdaserve.packed_decode_kda(**call)""",
         code="KDA104",
         title="Sizes of two arguments disagree",
         raises="ContractError",
-        message="{op}: `{argument}` has shape {shape}: dimension {dim} ({symbol}) is {got} and must be {expected}, as {source} sets it.",
-        fix="make dimension {dim} of `{argument}` {expected}, or change the tensors that set it.",
+        message="{op}: `{argument}` {shape} must be {layout}: dimension {dim} ({symbol}) is {got}, but {source} says {expected}.",
+        fix="compare the order of dimensions of `{argument}` and of what it is compared with to their layouts, then make the sizes agree.",
         meaning="""Each letter in the layouts (B, T, H, HV, K, V) stands for one size in the whole call. The first argument
 that carries a letter sets it, and a later one disagrees. The check cannot know which of the two is wrong, so the message names
 both.""",
@@ -164,7 +164,7 @@ assert kdaserve.guards.prefill_shapes_agree(*(call[name] for name in names))""",
         title="dtype not accepted",
         raises="ContractError",
         message="{op}: `{argument}` is {got}; it must be one of: {expected}.",
-        fix="convert `{argument}` to one of {expected}.",
+        fix="make `{argument}` one of {expected}; allocate what is written (`initial_state`, `out`) in it, a converted copy would be lost.",
         meaning="""The dtype of a tensor is none of those its argument takes. Data is floating point, indices are int32 or
 int64, and the gate parameters `A_log` and `dt_bias` stay in float32: rounding them to bfloat16 changes the decay of every
 token, and the error grows in the state.""",
@@ -201,7 +201,7 @@ kdaserve.chunk_kda(**call)""",
         title="dtype differs from that of its sibling",
         raises="ContractError",
         message="{op}: `{argument}` is {got}, but `{source}` is {expected}; the two must have one dtype.",
-        fix="convert `{argument}` to {expected}, or both to one dtype.",
+        fix="give both one dtype; allocate `out` in it, a converted copy would be lost.",
         meaning="""q, k and v enter the same matrix products, and the output is written in their dtype. Mixed dtypes would need
 a hidden conversion of a whole tensor in every call, so the call is refused. g, beta and the pool are free to have a dtype of
 their own.""",

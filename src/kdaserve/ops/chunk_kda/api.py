@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from kdaserve.ops import prefill
@@ -52,9 +49,10 @@ def chunk_kda(
             Rows past T are ignored.
         beta: `[B, >=T, HV]`, any strides. Write strength in [0, 1]; its logit with ``beta_is_raw=True``.
         scale: factor of the output; default ``K ** -0.5``.
-        initial_state: `[slots, HV, V, K]`, the pool: read at the first token, **updated in place** after the last. fp32, bf16 or fp16; inside a
-            slot contiguous, slot stride free. Required.
-        initial_state_indices: `[N]` int32 or int64, pool row of each sequence; no row twice. Negative = padding: the sequence runs from a zero
+        initial_state: `[slots, HV, V, K]`, the pool: read at the first token, **updated in place** after the last. fp32, bf16 or fp16 (fp64 on
+            `torch` and `reference`); inside a slot contiguous, slot stride free. Required. While autograd records, the pool becomes part of the
+            graph, which grows with every call: serve under ``torch.inference_mode()``, train on ``pool.clone()``.
+        initial_state_indices: `[N]` int32 or int64, slot of each sequence; no slot twice. Negative = padding: the sequence runs from a zero
             state and stores none. Required.
         use_qk_l2norm_in_kernel: divide q and k by their Euclidean norm (1e-6 added to the sum of squares).
         cu_seqlens: `[N+1]` int32 or int64, from 0, never decreasing; empty sequences are allowed anywhere. Rows at or past the last entry are
@@ -67,7 +65,7 @@ def chunk_kda(
         track_state, track_chunk_idx: `[N, HV, V, K]` fp32, **written in place**, and `[N]`: row n receives the state at the start of chunk
             ``track_chunk_idx[n]`` of sequence n; rows with -1 stay as they are.
         chunk_indices, chunk_offsets: accepted because engines pass them, not used.
-        snapshots: states to save into further pool rows on the way; see `Snapshots`.
+        snapshots: states to save into further slots on the way; see `Snapshots`.
         plan: from `plan_prefill`, made once a step and shared by all layers; spares reading `cu_seqlens`. With it `cu_seqlens` may be None.
         out: `[B, T, HV, V]`, dtype of q: where the output goes. May be `v` itself; must not overlap another input.
         backend: ``"auto"`` or a name from `kdaserve.backends()`; a named backend never falls back.
@@ -78,16 +76,19 @@ def chunk_kda(
         sequences in order).
 
     Raises:
-        ContractError, ContractTypeError: KDA101 to KDA125, before anything is written.
+        ContractError, ContractTypeError: KDA101 to KDA116, KDA118, KDA120 to KDA125, before anything is written.
         BackendError: KDA201 to KDA204.
         ValuesError: KDA301 to KDA308, for indices on the CPU always, for all else with ``check="values"``.
+        InternalError: KDA501, a fault of this library.
 
     Unchecked:
-        On a GPU and without ``check="values"``: the range of indices, a slot named twice, the order of `cu_seqlens`, finite values.
+        On a GPU and without ``check="values"``: the range of indices, a slot named twice, the order of `cu_seqlens`, a plan that
+        contradicts `cu_seqlens`, finite values. Never: whether a slot still belongs to the request.
 
     Numerics:
         Gate, decay, beta and state are fp32 (fp64 when an input is). Splitting a prompt at a multiple of 64 tokens and carrying the state in an
-        fp32 pool gives the same bits as one call, as does packing with other sequences in any order.
+        fp32 pool gives the same bits as one call, as does packing with other sequences in any order. A NaN or infinity spreads over the whole
+        chunk of 64 tokens, of that sequence and head alone. Autocast has no effect inside.
 
     Source:
         Kimi Linear, arXiv 2510.26692.
@@ -102,9 +103,4 @@ def chunk_kda(
         >>> o.shape, pool[3].any().item(), pool[0].any().item()
         (torch.Size([1, 100, 4, 64]), True, False)
     """
-    return prefill.run(checked_call(locals()), backend)
-
-
-def checked_call(arguments: Mapping[str, Any]) -> prefill.PrefillCall:
-    """The checked record of a call given by all its arguments."""
-    return prefill.prefill_call("chunk_kda", arguments)
+    return prefill.run(prefill.checked_call("chunk_kda", locals()), backend)  # locals() are the arguments by name

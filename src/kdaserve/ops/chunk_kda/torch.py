@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -9,14 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kdaserve.contract import CHUNK
-from kdaserve.ops.prefill import PrefillCall, compute_dtype
-from kdaserve.ops.schedule import Block, differentiates, new_output, scatter, schedule, token_inputs
+from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.states import States
-
-# (sequence, chunk, head) triples prepared together. On a CPU 32 of them, 1 MB a tensor at K = 128, stay in the cache.
-# A gradient needs everything anyway, and gathering many blocks from one input would cost a full-size gradient each.
-TRIPLES_PER_BLOCK = {"cpu": 32}
-TRIPLES_PER_BLOCK_ELSEWHERE = 4096
+from kdaserve.ops.tokens import new_output, scatter, token_inputs
+from kdaserve.plan import PrefillPlan
+from kdaserve.schedule import Block
 
 
 class Prepared(NamedTuple):
@@ -32,18 +30,24 @@ class Prepared(NamedTuple):
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    dtype, lengths, HV = compute_dtype(call), call.host_plan().lengths, call.sizes["HV"]
-    triples = TRIPLES_PER_BLOCK.get(call.q.device.type, TRIPLES_PER_BLOCK_ELSEWHERE)
-    units = max(1, sum(lengths) if differentiates(call) else triples // HV)
-    states = States(call, dtype)
-    out = new_output(call, lengths)
-    for group in schedule(lengths, CHUNK, units, call.q.device):
+    plan, dtype = call.host_plan(), call.compute_dtype
+    states, out = States(call, dtype), new_output(call, plan)
+    for group in plan.schedule(CHUNK, _chunks_per_block(call, plan)):
         S = states.initial(group.sequences)
         for block in group.blocks:
             S, o = _chain(_prepare(call, block, dtype), block, group.sequences, S, states)
             scatter(out, block, o)
-        states.boundary(max(lengths[n] for n in group.sequences), group.sequences, 0, S)
+        states.boundary(max(plan.lengths[n] for n in group.sequences), group.sequences, 0, S)
     return out, states.commit()
+
+
+def _chunks_per_block(call: PrefillCall, plan: PrefillPlan) -> int:
+    """How many (sequence, chunk) pairs are prepared together."""
+    if call.needs_grad:  # all: the backward pass needs them anyway, and every block would cost it a gradient of full size
+        return plan.tokens
+    # On a CPU 32 chunks and heads, 1 MB a tensor at K = 128, stay in the cache (docs/design/torch-backend.md); elsewhere few launches count.
+    triples = 32 if call.layout.device_type == "cpu" else 4096
+    return triples // call.sizes["HV"]
 
 
 def _prepare(call: PrefillCall, block: Block, dtype: torch.dtype) -> Prepared:
@@ -96,8 +100,8 @@ def _lower(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
 
 
 def _decay(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0; below exp(-70) exactly zero, since a CPU takes several times longer for results that underflow."""
-    return F.threshold(x, -70, -torch.inf).exp_()
+    """exp(x) for x <= 0; exactly zero where that is below the smallest normal number, since a CPU takes several times longer for subnormal ones."""
+    return F.threshold(x, math.log(torch.finfo(x.dtype).tiny), -torch.inf).exp_()
 
 
 def _chain(p: Prepared, block: Block, sequences: tuple[int, ...], S: Tensor, states: States) -> tuple[Tensor, Tensor]:

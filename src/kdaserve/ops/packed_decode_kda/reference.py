@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kdaserve.ops.chunk_kda.reference import token
+from kdaserve.ops.decode import DecodeCall
 from kdaserve.ops.gate import activate
-from kdaserve.ops.packed_decode_kda.api import DecodeCall
 
 
 def run(call: DecodeCall) -> None:

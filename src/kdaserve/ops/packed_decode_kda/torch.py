@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from kdaserve.ops.decode import DecodeCall
 from kdaserve.ops.gate import activate
-from kdaserve.ops.packed_decode_kda.api import DecodeCall
 from kdaserve.ops.step import step
 
 
@@ -14,8 +12,7 @@ def run(call: DecodeCall) -> None:
     HV, K, scale, pool = call.sizes["HV"], call.sizes["K"], call.scale, call.initial_state
     rows = (call.ssm_state_indices >= 0).nonzero()[:, 0]
     slots = call.ssm_state_indices[rows].long()
-    wide = torch.float64 in (call.mixed_qkv.dtype, call.a.dtype, call.b.dtype, pool.dtype)
-    dtype = torch.float64 if wide else torch.float32
+    dtype = call.compute_dtype
     q, k, v = (x[rows].to(dtype) for x in call.qkv())
     q, k, g, beta = activate(call, q, k, call.a[rows].to(dtype).unflatten(-1, (HV, K)), call.b[rows].to(dtype))
     S = pool.index_select(0, slots).to(dtype)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from torch import Tensor
 
 from kdaserve.ops import prefill
@@ -59,9 +56,4 @@ def recurrent_kda(
         ...     x(2, 16), x(2, 16), x(2, 16), log_decay, x(2), None, pool, torch.tensor([0, 1, 2]), True, beta_is_raw=True).shape
         torch.Size([3, 4, 2, 16])
     """
-    return prefill.run(checked_call(locals()), backend)
-
-
-def checked_call(arguments: Mapping[str, Any]) -> prefill.PrefillCall:
-    """The checked record of a call given by all its arguments."""
-    return prefill.prefill_call("recurrent_kda", arguments)
+    return prefill.run(prefill.checked_call("recurrent_kda", locals()), backend)  # locals() are the arguments by name

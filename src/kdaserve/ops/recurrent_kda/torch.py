@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kdaserve.ops.prefill import PrefillCall, compute_dtype
-from kdaserve.ops.schedule import new_output, scatter, schedule, token_inputs
+from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.states import States
 from kdaserve.ops.step import step
+from kdaserve.ops.tokens import new_output, scatter, token_inputs
 
-UNITS_PER_BLOCK = 4096  # (sequence, token) pairs whose inputs are prepared together
+TOKENS_PER_BLOCK = 4096  # inputs prepared together: 2 MB a tensor and head at K = 128
 
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `recurrent_kda`."""
-    dtype, lengths, HV = compute_dtype(call), call.host_plan().lengths, call.sizes["HV"]
-    states, out = States(call, dtype), new_output(call, lengths)
-    for group in schedule(lengths, 1, UNITS_PER_BLOCK, call.q.device):
+    plan, dtype, HV = call.host_plan(), call.compute_dtype, call.sizes["HV"]
+    states, out = States(call, dtype), new_output(call, plan)
+    for group in plan.schedule(1, TOKENS_PER_BLOCK):
         S = states.initial(group.sequences)
         for block in group.blocks:
             heads = [running * HV for running in block.running]
@@ -28,5 +28,5 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
                 S, o = (x.unflatten(0, (-1, HV)) for x in step(S.flatten(0, 1), q, k, v, g, beta, call.scale))
                 outputs.append(o)
             scatter(out, block, torch.cat(outputs)[:, :, None])
-        states.boundary(max(lengths[n] for n in group.sequences), group.sequences, 0, S)
+        states.boundary(max(plan.lengths[n] for n in group.sequences), group.sequences, 0, S)
     return out, states.commit()

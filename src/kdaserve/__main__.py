@@ -1,0 +1,5 @@
+"""``python -m kdaserve``: the command line."""
+
+from kdaserve.cli import main
+
+main()

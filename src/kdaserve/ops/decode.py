@@ -1,0 +1,73 @@
+"""What a decode call is: its checks, and the record that backends run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kdaserve import contract, values
+
+OP = "packed_decode_kda"
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class DecodeCall:
+    """A checked decode call; the fields are the arguments of `packed_decode_kda` with defaults filled in."""
+
+    mixed_qkv: Tensor
+    a: Tensor
+    b: Tensor
+    A_log: Tensor
+    dt_bias: Tensor | None
+    scale: float
+    initial_state: Tensor
+    out: Tensor
+    ssm_state_indices: Tensor
+    use_qk_l2norm_in_kernel: bool
+    lower_bound: float | None
+    layout: contract.Layout
+    needs_grad: bool
+    op: str = OP
+    beta_is_raw: bool = True
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by symbol."""
+        return self.layout.sizes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32, or float64 when an input, a parameter or the pool is (S12)."""
+        return contract.compute_dtype(self.layout)
+
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k `[B, H, K]` and v `[B, HV, V]`, views of `mixed_qkv`."""
+        H, HV, K, V = (self.sizes[s] for s in ("H", "HV", "K", "V"))
+        q, k, v = self.mixed_qkv.split([H * K, H * K, HV * V], -1)
+        return q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
+
+
+def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
+    """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
+    layout = contract.check_tensors(OP, contract.DECODE, arguments, contract.decode_relations)
+    contract.check_flag(OP, "use_qk_l2norm_in_kernel", arguments["use_qk_l2norm_in_kernel"])
+    contract.check_gate(OP, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
+    contract.check_level(OP, arguments["check"])
+    contract.check_written(OP, layout, arguments)
+    call = DecodeCall(
+        layout=layout,
+        needs_grad=contract.needs_grad(layout, arguments),
+        scale=contract.check_scale(OP, arguments["scale"], layout.sizes["K"]),
+        **{name: arguments[name] for name in _AS_GIVEN},
+    )
+    values.check_decode_indices(call, sync=arguments["check"] == "values")
+    if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
+        values.check_decode_data(call)
+    return call
+
+
+_AS_GIVEN = [f.name for f in dataclasses.fields(DecodeCall) if f.name not in ("op", "layout", "needs_grad", "scale", "beta_is_raw")]

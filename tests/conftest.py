@@ -1,0 +1,227 @@
+"""What every test file shares: the backends under test, their tolerances, and one check of a whole prefill call.
+
+A new backend needs a row in `kdaserve.dispatch.BACKENDS` and rows in `TOLERANCES` below; the suite then runs over it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from torch import Tensor
+
+import kdaserve
+import oracle
+from kdaserve import dispatch
+from kdaserve.testing import assert_close, assert_same_bits, relative_error
+
+hypothesis.settings.register_profile("kdaserve", derandomize=True, deadline=None, max_examples=40, database=None)
+hypothesis.settings.load_profile("kdaserve")
+
+Call = dict[str, Any]
+
+
+def pytest_configure() -> None:
+    """Nearly all tensors here are tiny: a second thread only waits, and on a busy machine waits long. `threads` gives more."""
+    torch.set_num_threads(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tolerance:
+    """Relative errors of a backend's arithmetic against the float64 recurrence."""
+
+    arithmetic: float
+    correlated: float
+    """The same when all keys are (nearly) equal, so that large numbers cancel."""
+    carried: float
+    """Of two runs of one backend, one of which rounded its state to a float32 pool on the way."""
+
+
+ROUNDINGS = 2.0
+"""A stored result may be off by this many times the error of rounding the expected result to its dtype."""
+
+LOW = (torch.float32, torch.bfloat16, torch.float16)
+TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
+    **{("reference", dtype): Tolerance(1e-12, 1e-10, 1e-6) for dtype in (*LOW, torch.float64)},
+    **{("torch", dtype): Tolerance(3e-5, 1e-3, 3e-5) for dtype in LOW},
+    ("torch", torch.float64): Tolerance(1e-12, 1e-10, 1e-6),
+}
+"""By backend and dtype of the inputs."""
+
+NOT_BITWISE = {"reference"}
+"""Backends that S9 and S10 do not hold to equal bits: they keep their state in float64 between pool reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A backend on a device: what a test runs."""
+
+    backend: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.device}"
+
+    def run(self, op: str, call: Call, **changes: Any) -> Any:
+        """The result of an op on this backend."""
+        return getattr(kdaserve, op)(**{**call, **changes}, backend=self.backend)
+
+    def tolerance(self, expected: Tensor, inputs: torch.dtype, stored: torch.dtype, correlated: bool = False) -> float:
+        """How far a result in dtype `stored`, computed from `inputs`, may be from `expected`."""
+        row = TOLERANCES[self.backend, inputs]
+        rounding = relative_error(expected.to(stored), expected)
+        return max(row.correlated if correlated else row.arithmetic, ROUNDINGS * rounding)
+
+    def assert_close(self, actual: Tensor, expected: Tensor, what: str, inputs: torch.dtype = torch.float32, correlated: bool = False) -> None:
+        """Fails unless `actual` is as close to the float64 `expected` of the oracle as this backend must be."""
+        assert_close(actual.cpu(), expected, self.tolerance(expected, inputs, actual.dtype, correlated), f"{self}: {what}")
+
+    def assert_agree(self, actual: Tensor, other: Tensor, what: str, inputs: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> None:
+        """Fails unless two runs agree, one of which stored its state on the way: it rounds to `stored` once more than the other."""
+        tolerance = max(TOLERANCES[self.backend, inputs].carried, torch.finfo(stored or actual.dtype).eps)
+        assert_close(actual, other, tolerance, f"{self}: {what}")
+
+    def assert_same(self, actual: Tensor, expected: Tensor, what: str) -> None:
+        """Fails unless two results of this backend have the same bits, or are close where it keeps no bits."""
+        if self.backend in NOT_BITWISE:
+            self.assert_agree(actual, expected, what)
+        else:
+            assert_same_bits(actual, expected, f"{self}: {what}")
+
+    def check_prefill(
+        self, op: str, call: Call, ask: Callable[[int], Iterable[int]] = oracle.every_64, correlated: bool = False, **changes: Any
+    ) -> Any:
+        """Runs a prefill and checks all of it against the oracle.
+
+        Checked are the output, the final states, `h`, tracked states and snapshots; every pool row that is not named, every track row with -1
+        and every input must keep its bits.
+        """
+        call = {**call, **changes}
+        expected = oracle.prefill(call, ask)
+        before = {name: x.clone() for name, x in call.items() if isinstance(x, Tensor)}
+        result = self.run(op, call)
+        o, h = result if call.get("output_intermediate_states") else (result, None)
+        inputs = call["q"].dtype
+
+        def close(actual: Tensor, wanted: Tensor, what: str) -> None:
+            self.assert_close(actual, wanted, f"{op}: {what}", inputs, correlated)
+
+        assert o.dtype == inputs
+        for what, rows, wanted in sequences(o, expected):
+            close(rows, wanted, f"output of {what}")
+        assert_same_bits(o.flatten(0, 1)[sum(expected.lengths) :], torch.zeros_like(o.flatten(0, 1)[sum(expected.lengths) :]), "padding rows of o")
+        if h is not None:
+            assert h.dtype == call["k"].dtype
+            wanted = [states[t] for n, states in enumerate(expected.states) for t in range(0, expected.lengths[n], 64)]
+            shape = (o.shape[0], -1 if wanted else 0, *call["initial_state"].shape[1:])
+            close(h, torch.stack(wanted).view(shape) if wanted else torch.zeros(0).view(shape), "h")
+        self._check_pool(call, expected, before["initial_state"], close)
+        self._check_tracked(call, expected, before, close)
+        written = {"initial_state", "track_state", "out"}
+        for name in before.keys() - written - ({"v"} if call.get("out") is call["v"] else set()):
+            assert_same_bits(call[name], before[name], f"{op}: input {name}")
+        return result
+
+    def _check_pool(self, call: Call, expected: oracle.Expected, before: Tensor, close: Callable[[Tensor, Tensor, str], None]) -> None:
+        pool, written = call["initial_state"], set()
+        for n, slot in enumerate(call["initial_state_indices"].tolist()):
+            if slot >= 0 and expected.lengths[n]:
+                close(pool[slot], expected.states[n][expected.lengths[n]], f"state of sequence {n} in slot {slot}")
+                written.add(slot)
+        snapshots = call.get("snapshots")
+        for n, tokens, slot in snapshots.entries() if snapshots is not None else ():
+            close(pool[slot], expected.states[n][tokens], f"snapshot of sequence {n} after {tokens} tokens")
+            written.add(slot)
+        kept = [slot for slot in range(len(pool)) if slot not in written]
+        assert_same_bits(pool[kept], before[kept], f"{self}: pool rows that no one named")
+
+    def _check_tracked(self, call: Call, expected: oracle.Expected, before: Call, close: Callable[[Tensor, Tensor, str], None]) -> None:
+        for n, chunk in enumerate(call["track_chunk_idx"].tolist() if call.get("track_chunk_idx") is not None else ()):
+            if chunk >= 0:
+                close(call["track_state"][n], expected.states[n][64 * chunk], f"tracked state of sequence {n}, chunk {chunk}")
+            else:
+                assert_same_bits(call["track_state"][n], before["track_state"][n], f"{self}: track row {n} with -1")
+
+    def check_decode(self, call: Call, **changes: Any) -> Tensor:
+        """Runs a decode and checks output and states against the oracle, and the bits of all that is not written."""
+        call = {**call, **changes}
+        expected, states = oracle.decode(call)
+        before = {name: x.clone() for name, x in call.items() if isinstance(x, Tensor)}
+        out, pool = self.run("packed_decode_kda", call)
+        assert out is call["out"]
+        assert pool is call["initial_state"]
+        self.assert_close(out, expected, "decode output", call["mixed_qkv"].dtype)
+        for row, slot in enumerate(call["ssm_state_indices"].tolist()):
+            if slot < 0:
+                assert_same_bits(out[row], torch.zeros_like(out[row]), f"{self}: output of padding row {row}")
+            else:
+                self.assert_close(pool[slot], states[slot], f"state in slot {slot}", call["mixed_qkv"].dtype)
+        kept = [slot for slot in range(len(pool)) if slot not in states]
+        assert_same_bits(pool[kept], before["initial_state"][kept], f"{self}: pool rows that no one named")
+        for name in before.keys() - {"initial_state", "out"}:
+            assert_same_bits(call[name], before[name], f"{self}: input {name}")
+        return out
+
+
+def sequences(o: Tensor, expected: oracle.Expected) -> Iterable[tuple[str, Tensor, Tensor]]:
+    """Output rows of every sequence that has some, beside the expected ones."""
+    start, rows, wanted = 0, o.flatten(0, 1), expected.o.flatten(0, 1)
+    for n, length in enumerate(expected.lengths):
+        if length:
+            yield f"sequence {n} of {length} tokens", rows[start : start + length], wanted[start : start + length]
+        start += length
+
+
+def _targets(fits: Callable[[dispatch.Backend], bool] = lambda b: True) -> list[Any]:
+    available = {status.name for status in kdaserve.backends() if status.available}
+    rows = [b for b in dispatch.BACKENDS if b.name in available and fits(b)]
+    marks = {"cpu": (), "cuda": (pytest.mark.gpu,)}
+    return [pytest.param(Target(b.name, d), id=f"{b.name}-{d}", marks=marks[d]) for d in marks for b in rows if d in b.devices]
+
+
+@pytest.fixture(scope="session", params=_targets())
+def target(request: pytest.FixtureRequest) -> Target:
+    """Every backend on every device where it can run."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=_targets(lambda b: torch.float64 in b.dtypes))
+def target64(request: pytest.FixtureRequest) -> Target:
+    """Every backend that takes float64."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=_targets(lambda b: b.name not in NOT_BITWISE))
+def bitwise_target(request: pytest.FixtureRequest) -> Target:
+    """Every backend that S9 and S10 hold to equal bits."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=_targets(lambda b: b.gradients))
+def learner(request: pytest.FixtureRequest) -> Target:
+    """Every backend that gives gradients."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=["chunk_kda", "recurrent_kda"])
+def op(request: pytest.FixtureRequest) -> str:
+    """Both prefill ops: one contract, two algorithms."""
+    return request.param
+
+
+@pytest.fixture(scope="session", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where tensors live in tests that run on no particular backend."""
+    return request.param
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """How many threads of a CPU a test may use."""
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(1)
