@@ -33,12 +33,8 @@ class Expected:
     states: list[dict[int, Tensor]]
 
 
-def prefill(call: dict[str, Any], ask: Callable[[int], Iterable[int]] = every_64, rounding: torch.dtype = torch.float64) -> Expected:
-    """The result of `chunk_kda(**call)`.
-
-    `ask` gives the token counts of a sequence of some length whose states are wanted. With a `rounding`, decay and state are rounded to that
-    dtype at every token: what the result would be in its arithmetic.
-    """
+def prefill(call: dict[str, Any], ask: Callable[[int], Iterable[int]] = every_64) -> Expected:
+    """The result of `chunk_kda(**call)`; `ask` gives the token counts of a sequence of some length whose states are wanted."""
     q, k, v, g, beta, pool = (wide(call[name]) for name in ("q", "k", "v", "g", "beta", "initial_state"))
     (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
     cu_seqlens, plan = call.get("cu_seqlens"), call.get("plan")
@@ -55,7 +51,7 @@ def prefill(call: dict[str, Any], ask: Callable[[int], Iterable[int]] = every_64
         raw = (x[batch, first : first + length] for x in (q, k, v, g, beta))
         S = torch.zeros(HV, V, K, dtype=torch.float64) if slot < 0 else pool[slot]
         tokens = activated(call, *raw, beta_is_raw=call.get("beta_is_raw", False))
-        o[start : start + length], kept = recurrence(*tokens, S, scale, {*ask(length), length}, rounding)
+        o[start : start + length], kept = recurrence(*tokens, S, scale, {*ask(length), length})
         states.append(kept)
         start += length
     return Expected(o.view(B, T, HV, V), lengths, states)
@@ -98,7 +94,7 @@ def activated(call: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, ask: Iterable[int], rounding: torch.dtype = torch.float64
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, ask: Iterable[int]
 ) -> tuple[Tensor, dict[int, Tensor]]:
     """One sequence: q, k, g `[T, HV, K]`, v `[T, HV, V]`, beta `[T, HV]`, S `[HV, V, K]`; the outputs and the states asked for."""
     S = S.transpose(1, 2).clone()  # [HV, K, V], as the equations have it
@@ -107,9 +103,8 @@ def recurrence(
         if t in ask:
             states[t] = S.transpose(1, 2).clone()
         if t < len(q):
-            S = torch.exp(g[t]).to(rounding).double()[:, :, None] * S  # E1
+            S = torch.exp(g[t])[:, :, None] * S  # E1
             r = v[t] - (S * k[t][:, :, None]).sum(1)  # E2
             S = S + beta[t][:, None, None] * k[t][:, :, None] * r[:, None, :]  # E3
-            S = S.to(rounding).double()
             o[t] = scale * (S * q[t][:, :, None]).sum(1)  # E4
     return o, states

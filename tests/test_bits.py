@@ -248,3 +248,15 @@ def test_autograd_does_not_change_the_bits(target: Target, op: str):
     o_grad, pool_grad = run(target, op, call, q=call["q"].clone().requires_grad_())
     target.assert_same(o_grad, o, f"{op}: output while autograd records")
     target.assert_same(pool_grad, pool, f"{op}: pool while autograd records")
+
+
+def test_inference_mode_does_not_change_the_bits(target: Target, op: str):
+    call = prefill_inputs([130, 0, 5, 70], device=target.device)
+    o, pool = run(target, op, call)
+    with torch.inference_mode():
+        plan = plan_prefill(lengths=[130, 0, 5, 70], device=target.device)
+        o_inference, pool_inference = run(target, op, call, plan=plan)
+    assert_same_bits(o_inference, o, f"{op}: output under inference_mode")
+    assert_same_bits(pool_inference, pool, f"{op}: pool under inference_mode")
+    o_later, _ = run(target, op, call, plan=plan)
+    assert_same_bits(o_later, o, f"{op}: output with a plan made under inference_mode")

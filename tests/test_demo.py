@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 
@@ -24,12 +23,6 @@ from kdaserve.nn import KimiDeltaAttention
 from kdaserve.testing import assert_close, assert_same_bits
 
 DEMO = resources.files("kdaserve.demo")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with measure.one_thread():
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +182,23 @@ def test_text_output_shows_the_check_and_no_colours_off_a_terminal() -> None:
     assert "check passed" in result.stdout
     assert "[bold] is no markup" in result.stdout
     assert "\x1b" not in result.stdout
+
+
+def test_reuse_is_shown_only_where_something_is_shared() -> None:
+    one = run("--tokens", "2", "--prompt", "abc")
+    two = run("--tokens", "2", "--prompt", PREFIX[:99] + "a", "--prompt", PREFIX[:99] + "b")
+    assert one.exit_code == two.exit_code == 0
+    assert "reuse" not in one.stdout
+    assert "1 prompt, nothing shared" in one.stdout
+    assert "2 prompts, 64 tokens of them shared and saved" in two.stdout
+    assert two.stdout.count("with prefix reuse") == 2
+
+
+def test_prompt_and_text_stand_apart() -> None:
+    lines = run("--tokens", "2", "--prompt", "one\ntwo").stdout.splitlines()
+    i = lines.index("prompt | one")
+    assert lines[i + 1] == "       | two"
+    assert lines[i + 2].startswith(" model | ")
 
 
 def lose_the_convolution_state(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import itertools
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,6 +103,24 @@ CASES: dict[str, tuple[list[tuple], list[tuple]]] = {
         [(kdaserve.plan_prefill(lengths=[51, 13]), 2, 64), (kdaserve.plan_prefill(lengths=[51, 13]), 2, 100)],
         [(kdaserve.plan_prefill(lengths=[51, 13]), 1, 64), (kdaserve.plan_prefill(lengths=[51, 13]), 2, 63), (None, 2, 64)],
     ),
+    "elements_are_distinct": (
+        [
+            (X,),
+            (X.T,),
+            (X[:, ::2],),
+            (X[:0],),
+            (torch.zeros(()),),
+            (X[:1].expand(1, 6),),
+            (torch.zeros(12).as_strided((3, 2), (4, 1)),),
+        ],
+        [
+            (X[:1].expand(4, 6),),
+            (X[:, :1].expand(4, 6),),
+            (torch.zeros(12).as_strided((3, 4), (2, 1)),),  # windows that overlap
+            (torch.zeros(12).as_strided((2, 2), (1, 1)),),
+            (None,),
+        ],
+    ),
     "can_update_in_place": ([(X,), (LEAF.clone(),)], [(LEAF,), (None,)]),
     "lengths_are_plannable": (
         [(torch.tensor([0, 51]), None), (None, [51, 0]), (None, [])],
@@ -162,6 +182,20 @@ def test_guard_is_true(name: str, arguments: tuple) -> None:
 @pytest.mark.parametrize(("name", "arguments"), [(name, a) for name, (_, bad) in CASES.items() for a in bad])
 def test_guard_is_false(name: str, arguments: tuple) -> None:
     assert GUARDS[name](*arguments) is False
+
+
+def test_distinct_elements_agree_with_the_addresses() -> None:
+    """Never True where two elements have one address; True for every layout whose rows lie one after another, and for one with no element."""
+    memory = torch.zeros(64)
+    for rows, columns, row_stride, column_stride in itertools.product((0, 1, 2, 3), (0, 1, 2, 4), (0, 1, 2, 3, 4, 8), (0, 1, 2, 3)):
+        view = memory.as_strided((rows, columns), (row_stride, column_stride))
+        places = [row * row_stride + column * column_stride for row in range(rows) for column in range(columns)]
+        distinct = len(set(places)) == len(places)
+        apart = not places or row_stride > (columns - 1) * column_stride or column_stride > (rows - 1) * row_stride
+        said = guards.elements_are_distinct(view)
+        what = f"{tuple(view.shape)} with strides {view.stride()}"
+        assert distinct or not said, f"{what} shares addresses"
+        assert said or not (distinct and apart), f"{what} shares none"
 
 
 def test_leaf_may_be_updated_without_gradients() -> None:
@@ -299,6 +333,18 @@ def test_guards_never_raise(name: str, value: Any) -> None:
     parameters = [p for p in inspect.signature(GUARDS[name]).parameters.values() if p.default is p.empty]
     given = {"Any": value, "Integers": value, "Collection[str]": ("a", "b"), "Collection[int]": {1}}
     assert GUARDS[name](*(given.get(p.annotation, 1) for p in parameters)) in (True, False)
+
+
+def not_dense(kind: str) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch speaks of prototypes
+        return X.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([X, X[:2]])
+
+
+@pytest.mark.parametrize("name", sorted(GUARDS))
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_guards_never_raise_for_tensors_without_strides(name: str, kind: str) -> None:
+    test_guards_never_raise(name, not_dense(kind))
 
 
 def test_good_calls_pass_all_their_guards() -> None:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import oracle
-from conftest import ROUNDINGS, TOLERANCES, Call, Target
-from kdaserve.testing import assert_close, assert_same_bits, prefill_inputs, relative_error
+from conftest import TOLERANCES, Call, Target
+from kdaserve.testing import assert_close, assert_same_bits, prefill_inputs
 
 
 def hostile(length: int, g: Callable[[Tensor], Tensor], **options) -> Call:
@@ -253,18 +253,19 @@ def test_bounded_gate_is_no_softplus_in_decode(target: Target):
 
 
 def check_drift(target: Target, call: Call, states: dict[int, Tensor], o: Tensor) -> None:
-    """States by number of tokens and the output of one long sequence; float32 arithmetic may round the decay of each token once.
+    """States by number of tokens and the output of one long sequence whose decay is the same at every token, as is its rounding.
 
-    The decay is the same at every token, and so is its rounding: 4,096 of them add up to 4e-5. In bfloat16 they would to 1e-2 and more.
+    Where a kernel multiplies by the decay rounded to float32, 4,096 tokens add up to 4e-5, in bfloat16 to 1e-2 and more.
     """
-    exact, rounded = oracle.prefill(call), oracle.prefill(call, rounding=torch.float32)
-    row = TOLERANCES[target.backend, call["q"].dtype]
+    exact, row = oracle.prefill(call), TOLERANCES[target.backend, call["q"].dtype]
+
+    def tolerance(tokens: int) -> float:
+        return max(row.arithmetic, math.sqrt(tokens) * torch.finfo(torch.float32).eps)  # the pool is rounded at every token, now up, now down
+
     for tokens, S in states.items():
-        wanted = exact.states[0][tokens]
-        tolerance = max(row.arithmetic, ROUNDINGS * relative_error(rounded.states[0][tokens], wanted))
-        assert_close(S.cpu(), wanted, tolerance, f"{target}: state after {tokens} tokens")
-    tolerance = target.tolerance(exact.o, call["q"].dtype, o.dtype)
-    assert_close(o.cpu(), exact.o, max(tolerance, ROUNDINGS * relative_error(rounded.o, exact.o)), f"{target}: output")
+        assert_close(S.cpu(), exact.states[0][tokens], tolerance(tokens), f"{target}: state after {tokens} tokens")
+    wanted = exact.o
+    assert_close(o.cpu(), wanted, max(tolerance(o.shape[1]), target.tolerance(wanted, call["q"].dtype, o.dtype)), f"{target}: output")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

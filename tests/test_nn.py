@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -18,22 +17,6 @@ from kdaserve.testing import assert_close, assert_same_bits
 HIDDEN, SLOTS = 32, 7
 TOLERANCE = 2e-5
 GATES = {"bounded": -5.0, "softplus": None}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Layers this small only wait for threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(params=[1, 2])
-def threads(request: pytest.FixtureRequest) -> int:
-    """For properties of bits, which threads might break."""
-    torch.set_num_threads(request.param)
-    return request.param
 
 
 @pytest.fixture(params=GATES)

@@ -87,8 +87,9 @@ def chunk_kda(
 
     Numerics:
         Gate, decay, beta and state are fp32 (fp64 when an input is). Splitting a prompt at a multiple of 64 tokens and carrying the state in an
-        fp32 pool gives the same bits as one call, as does packing with other sequences in any order. A NaN or infinity spreads over the whole
-        chunk of 64 tokens, of that sequence and head alone. Autocast has no effect inside.
+        fp32 pool gives the same bits as one call, as does packing with other sequences in any order; on `torch` this holds on a CPU (a GPU's
+        matrix library picks its algorithm by size: equal within rounding). A NaN or infinity spreads over the whole chunk of 64 tokens, of that
+        sequence and head alone. Autocast has no effect inside.
 
     Source:
         Kimi Linear, arXiv 2510.26692.

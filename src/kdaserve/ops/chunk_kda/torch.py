@@ -55,43 +55,43 @@ def _prepare(call: PrefillCall, block: Block, dtype: torch.dtype) -> Prepared:
     q, k, v, g, beta = token_inputs(call, block, CHUNK, dtype)
     q = q * call.scale
     kb = -beta * k
-    M, qk, prefix, suffix = _by_doubling(q, k, kb, g)
-    start, end = _decay(prefix), _decay(suffix)
-    return Prepared(M @ (beta * v), M @ (kb * start), q * start, qk, k * end, start[:, -1:])  # E8
+    M, qk, start, end = _by_doubling(q, k, kb, g)
+    return Prepared(M @ (beta * v), M @ (kb * start), q * start, qk, k * end, _decay(_total(g)))  # E8
 
 
 def _by_doubling(q: Tensor, k: Tensor, kb: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """E5 to E7 and the products q.k of E10, from segments of one token to the whole chunk.
 
-    Two neighbouring segments meet at an anchor: rows of the second decay from it, columns of the first decay to it. Both exponents are sums of
-    log decays between those tokens alone, so they are <= 0 and nothing overflows or cancels, however strong or mixed the decay is. The inverse
-    follows from those of the two halves.
+    Two neighbouring segments meet at an anchor: rows of the second decay from it, columns of the first decay to it. Both factors are <= 1 and
+    depend on the tokens between alone, so nothing overflows or cancels, however strong or mixed the decay is. They and the inverse of a
+    segment follow from those of its two halves.
 
     Args:
         q, k: `[m, C, K]`; kb: -beta * k; g: log decay a token.
 
     Returns:
-        M `[m, C, C]` (E7), qk `[m, C, C]`, the sums of g from the chunk's start to each token, and from behind each token to the chunk's end.
+        M `[m, C, C]` (E7), qk `[m, C, C]`, the decay from the chunk's start to each token and from each token to the chunk's end `[m, C, K]`.
     """
     m, C, K = q.shape
     rows = torch.stack([kb, q], 2)
     M, qk = torch.ones_like(g[..., :1, None]), (q * k).sum(-1)[..., None, None]
-    prefix, suffix = g, torch.zeros_like(g)
+    start, end = _decay(g), torch.ones_like(g)
     s = 1
     while s < C:
         pairs = C // (2 * s)
-        from_anchor, to_anchor = prefix.view(m, pairs, 2, s, K), suffix.view(m, pairs, 2, s, K)
-        second = rows.view(m, pairs, 2, s, 2, K)[:, :, 1] * _decay(from_anchor[:, :, 1])[..., None, :]
-        first = k.view(m, pairs, 2, s, K)[:, :, 0] * _decay(to_anchor[:, :, 0])
-        products = (second.reshape(m * pairs, 2 * s, K) @ first.reshape(m * pairs, s, K).mT).view(m * pairs, s, 2, s)  # E5, E6
+        from_anchor, to_anchor = start.view(m, pairs, 2, s, K), end.view(m, pairs, 2, s, K)
+        second = rows.view(m, pairs, 2, s, 2, K)[:, :, 1] * from_anchor[:, :, 1, :, None]
+        first = k.view(m, pairs, 2, s, K)[:, :, 0] * to_anchor[:, :, 0]
+        products = (second.reshape(m * pairs, 2 * s, K) @ first.reshape(m * pairs, s, K).mT).view(m * pairs, s, 2, s)  # E6
         M1, M2 = M.view(m * pairs, 2, s, s).unbind(1)
         M = _lower(M1, M2 @ products[:, :, 0] @ M1, M2).view(m, pairs, 2 * s, 2 * s)  # E7
         qk1, qk2 = qk.view(m * pairs, 2, s, s).unbind(1)
         qk = _lower(qk1, products[:, :, 1], qk2).view(m, pairs, 2 * s, 2 * s)
-        prefix = torch.cat([from_anchor[:, :, 0], from_anchor[:, :, 1] + from_anchor[:, :, 0, -1:]], 2)
-        suffix = torch.cat([to_anchor[:, :, 0] + from_anchor[:, :, 1, -1:], to_anchor[:, :, 1]], 2)
+        whole = from_anchor[:, :, :, -1:]  # E5, as products
+        start = _normal(from_anchor * F.pad(whole[:, :, :1], (0, 0, 0, 0, 1, 0), value=1.0))
+        end = _normal(to_anchor * F.pad(whole[:, :, 1:], (0, 0, 0, 0, 0, 1), value=1.0))
         s *= 2
-    return M[:, 0], qk[:, 0], prefix.view(m, C, K), suffix.view(m, C, K)
+    return M[:, 0], qk[:, 0], start.view(m, C, K), end.view(m, C, K)
 
 
 def _lower(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
@@ -99,9 +99,21 @@ def _lower(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.cat([F.pad(a, (0, a.shape[-1])), torch.cat([b, c], -1)], -2)
 
 
-def _decay(x: Tensor) -> Tensor:
-    """exp(x) for x <= 0; exactly zero where that is below the smallest normal number, since a CPU takes several times longer for subnormal ones."""
-    return F.threshold(x, math.log(torch.finfo(x.dtype).tiny), -torch.inf).exp_()
+def _total(g: Tensor) -> Tensor:
+    """`[m, C, K]` summed over C, in pairs: the decay of the state is rounded once a chunk, not once a token."""
+    while g.shape[1] > 1:
+        g = g[:, ::2] + g[:, 1::2]
+    return g
+
+
+def _decay(g: Tensor) -> Tensor:
+    """exp(g) for g <= 0; exactly zero below the smallest normal number, since a CPU takes several times longer for subnormal results."""
+    return F.threshold(g, math.log(torch.finfo(g.dtype).tiny), -torch.inf).exp_()
+
+
+def _normal(x: Tensor) -> Tensor:
+    """`x` >= 0 with subnormal numbers set to zero, as `_decay` does: many CPUs are slow with them in products."""
+    return F.threshold(x, torch.finfo(x.dtype).tiny, 0.0)
 
 
 def _chain(p: Prepared, block: Block, sequences: tuple[int, ...], S: Tensor, states: States) -> tuple[Tensor, Tensor]:
