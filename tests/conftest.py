@@ -225,3 +225,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(1)
+
+
+@pytest.fixture(params=["chunk_kda", "recurrent_kda", "packed_decode_kda"])
+def every_op(request: pytest.FixtureRequest) -> str:
+    """All three ops."""
+    return request.param

@@ -259,7 +259,11 @@ def test_env_says_what_a_bug_report_needs() -> None:
 def test_env_without_optional_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     module = importlib.import_module("kdaserve.cli.env")
     monkeypatch.setattr(module, "PACKAGES", ("torch", "no-such-package"))
-    assert json.loads(run("env", "--json").stdout)["packages"] == {"torch": torch.__version__, "no-such-package": None}
+    assert json.loads(run("env", "--json").stdout)["packages"] == {
+        "kdaserve": kdaserve.__version__,
+        "torch": torch.__version__,
+        "no-such-package": None,
+    }
     assert "no-such-package: None" in run("env").stdout
 
 

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kdaserve import dispatch
+from kdaserve import dispatch, guards
 from kdaserve.errors import error
 from kdaserve.ops import decode, prefill
 from kdaserve.ops.chunk_kda.api import chunk_kda
@@ -35,7 +35,7 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> prefill.PrefillCall |
 
 def check_op(function: str, op: str) -> None:
     """KDA125 unless `op` is the name of an op."""
-    if op not in OPS:
+    if not guards.is_one_of(op, OPS):
         raise error("KDA125", op=function, option="op", got=repr(op), expected=", ".join(OPS))
 
 

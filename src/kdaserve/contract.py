@@ -163,7 +163,7 @@ def _check_kind(op: str, argument: Argument, arguments: Mapping[str, Any], first
     group = argument.checked_with or (argument.name,)
     for name in group:
         other = arguments[name]
-        if not isinstance(other, torch.Tensor) or other.is_nested or other.layout != torch.strided:
+        if not guards.is_tensor(other):
             raise error(
                 "KDA108",
                 op=op,
@@ -260,7 +260,7 @@ def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
     if lower_bound is not None:
         check_number(op, "lower_bound", lower_bound)
         if not guards.lower_bound_is_negative(lower_bound):
-            raise error("KDA114", op=op, got=lower_bound)
+            raise error("KDA114", op=op, got=_shown(lower_bound))
 
 
 def check_scale(op: str, scale: Any, K: int) -> float:
@@ -269,7 +269,7 @@ def check_scale(op: str, scale: Any, K: int) -> float:
         return K**-0.5
     check_number(op, "scale", scale)
     if not guards.is_finite_number(scale):
-        raise error("KDA124", op=op, got=scale)
+        raise error("KDA124", op=op, got=_shown(scale))
     return float(scale)
 
 
@@ -318,6 +318,13 @@ def compute_dtype(layout: Layout) -> torch.dtype:
 def needs_grad(layout: Layout, arguments: Mapping[str, Any]) -> bool:
     """Whether autograd records the call."""
     return torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes)
+
+
+def _shown(number: float) -> str:
+    try:
+        return f"{number:.6g}"
+    except OverflowError:
+        return "a number beyond those of float64"
 
 
 def _type_name(value: Any) -> str:

@@ -166,6 +166,8 @@ def execute(call: Call, name: str) -> Any:
     except Exception as cause:
         if "can't allocate memory" in str(cause):  # what a CPU's allocator says, in a plain RuntimeError
             raise
+        if "modified inplace" in str(cause):  # a view that autograd does not let us write, which only it can know
+            raise error("KDA122", op=call.op, argument="` or `".join(call.layout.written)) from cause
         raise error("KDA501", op=call.op, backend=backend.name, cause=f"{type(cause).__name__}: {cause}") from cause
 
 

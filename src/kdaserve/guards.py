@@ -20,8 +20,8 @@ Integers = torch.Tensor | Sequence[int]
 
 
 def is_tensor(*values: Any) -> bool:
-    """Every value is a `torch.Tensor` (None and lists are not)."""
-    return all(isinstance(value, torch.Tensor) for value in values)
+    """Every value is a dense `torch.Tensor`: not None, no list, neither sparse nor nested."""
+    return all(isinstance(value, torch.Tensor) and not value.is_nested and value.layout == torch.strided for value in values)
 
 
 def is_one_of(value: Any, known: Collection[str]) -> bool:
@@ -166,6 +166,8 @@ def elements_are_distinct(tensor: Any) -> bool:
     """No two elements of `tensor` share memory, as they do in an expanded one."""
     if not is_tensor(tensor):
         return False
+    if not tensor.numel():
+        return True
     reach = 1
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride < reach:
@@ -193,9 +195,10 @@ def pool_sizes_fit(slots: Any, layers: Any, v_heads: Any, k_dim: Any, v_dim: Any
 
 def saved_call_is_there(path: Any) -> bool:
     """Both files of a saved call, ``.safetensors`` and ``.json``, stand at `path` (with or without suffix)."""
-    if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
+    if not isinstance(path, (str, os.PathLike)):
         return False
-    return all(Path(path).with_suffix(suffix).is_file() for suffix in (".safetensors", ".json"))
+    stem = os.fspath(path).removesuffix(".json").removesuffix(".safetensors")
+    return all(Path(stem + suffix).is_file() for suffix in (".safetensors", ".json"))
 
 
 def pool_has_room(pool: Any, requests: int = 1) -> bool:

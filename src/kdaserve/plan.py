@@ -68,7 +68,7 @@ def plan_prefill(cu_seqlens: Tensor | None = None, *, lengths: Sequence[int] | N
     if (cu_seqlens is None) == (lengths is None):
         raise error("KDA126", problem="give `cu_seqlens` or `lengths`, and not both")
     if cu_seqlens is not None:
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in INDICES or cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        if not guards.is_tensor(cu_seqlens) or cu_seqlens.dtype not in INDICES or cu_seqlens.ndim != 1 or not len(cu_seqlens):
             hint = "; for a list of lengths write `lengths=`" if isinstance(cu_seqlens, (list, tuple)) else ""
             raise error("KDA126", problem=f"`cu_seqlens` must be a one-dimensional int32 or int64 tensor with at least one entry{hint}")
         if not guards.has_storage(cu_seqlens):

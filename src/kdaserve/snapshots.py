@@ -65,9 +65,9 @@ class Snapshots:
 
 def _integers(name: str, values: Sequence[int] | Tensor) -> Tensor:
     if isinstance(values, Tensor):
-        if values.dtype not in INDICES or values.ndim != 1 or not guards.has_storage(values):
+        if not guards.has_storage(values) or values.dtype not in INDICES or values.ndim != 1:
             got = f"{values.ndim}D {dtype_name(values.dtype)} on {values.device}"
-            raise error("KDA119", problem=f"`{name}` must be one-dimensional int32 or int64 with values, got {got}")
+            raise error("KDA119", problem=f"`{name}` must be a dense one-dimensional int32 or int64 tensor with values, got {got}")
         return values
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
         raise error("KDA119", problem=f"`{name}` must be a list of integers or an integer tensor, got {values!r}")

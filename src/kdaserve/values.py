@@ -139,4 +139,4 @@ def _check_range(op: str, code: str, x: Tensor, bad: Tensor, dims: tuple[str, ..
 
 def _first(x: Tensor, bad: Tensor, dims: tuple[str, ...]) -> dict[str, object]:
     index = bad.nonzero()[0].tolist()
-    return {"got": x[tuple(index)].item(), "where": ", ".join(f"{d} {i}" for d, i in zip(dims, index, strict=False))}
+    return {"got": f"{x[tuple(index)].item():.6g}", "where": ", ".join(f"{d} {i}" for d, i in zip(dims, index, strict=False))}

@@ -10,16 +10,18 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+import kdaserve
 from kdaserve import dispatch
 
-PACKAGES = ("kdaserve", "torch", "triton", "helion", "numpy", "safetensors")
+PACKAGES = ("torch", "triton", "helion", "numpy", "safetensors")
 
 
 def environment() -> dict[str, object]:
     """Versions, processor and GPUs of this machine; plain types only."""
-    versions: dict[str, object] = {}
+    versions: dict[str, object] = {"kdaserve": kdaserve.__version__}
     for package in PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
@@ -62,7 +64,7 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="A JSON list."
         return
     table = Table("backend", "can run here", "auto", "role")
     for b in found:
-        table.add_row(b.name, "yes" if b.available else f"no: {b.reason}", "yes" if b.automatic else "when named", b.role)
+        table.add_row(b.name, "yes" if b.available else escape(f"no: {b.reason}"), "yes" if b.automatic else "when named", b.role)
     Console().print(table)
 
 

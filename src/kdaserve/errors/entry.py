@@ -34,7 +34,7 @@ class Entry:
     validation: str
     """A snippet that finds the mistake before the call does."""
     guard: str
-    """Name of the predicate in `kdaserve.guards` that is False when this error would be raised."""
+    """Name of the predicate in `kdaserve.guards` that finds the mistake of `before`."""
     prevention: tuple[str, ...]
     related: tuple[str, ...]
 

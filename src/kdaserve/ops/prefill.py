@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdaserve import contract, dispatch, values
+from kdaserve import contract, dispatch, guards, values
 from kdaserve.errors import error
 from kdaserve.plan import PrefillPlan, plan_prefill, sequence_lengths
 from kdaserve.snapshots import Snapshots
@@ -75,7 +75,7 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
         raise error("KDA101", op=op, missing=" and ".join(missing) + (" is None" if len(missing) == 1 else " are None"))
     _check_pairs(op, arguments)
     plan, q = arguments["plan"], arguments["q"]
-    if plan is not None and arguments["cu_seqlens"] is None and isinstance(q, Tensor) and q.shape[:1] == (1,):
+    if plan is not None and arguments["cu_seqlens"] is None and guards.has_ndim(q, 4) and len(q) == 1:
         _check_plan(op, plan, q, arguments["initial_state_indices"])
         arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
     layout = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
@@ -115,7 +115,7 @@ def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
 
 def _check_plan(op: str, plan: PrefillPlan, q: Tensor, indices: Any) -> None:
     B, T = q.shape[:2]
-    sequences = len(indices) if isinstance(indices, Tensor) and indices.ndim == 1 else B
+    sequences = len(indices) if guards.has_ndim(indices, 1) else B
     if len(plan.lengths) != sequences:
         problem = f"it has {len(plan.lengths)} sequences, the call has {sequences}"
     elif B > 1 and any(n != T for n in plan.lengths):

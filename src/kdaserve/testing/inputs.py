@@ -33,7 +33,7 @@ def prefill_inputs(
     Args:
         lengths: tokens of each sequence; packed, or with ``batched=True`` one batch row each (then all equal).
         gate: ``"bounded"`` and ``"softplus"`` give raw logits with parameters, ``"none"`` log decays.
-        slots: rows of the pool; default two more than there are sequences.
+        slots: size of the pool; default two more than there are sequences.
     """
     rand = _Random(device, seed)
     HV = v_heads or heads
@@ -76,7 +76,7 @@ def decode_inputs(
 
     Args:
         lower_bound: of the bounded gate, or None for the softplus gate.
-        slots: rows of the pool; default two more than there are requests.
+        slots: size of the pool; default two more than there are requests.
     """
     rand = _Random(device, seed)
     HV = v_heads or heads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kdaserve import memory
+from kdaserve import guards, memory
 from kdaserve.calls import OPS, check_op, checked_call
 from kdaserve.errors import KdaError, error
 from kdaserve.plan import PrefillPlan, plan_prefill
@@ -45,7 +46,7 @@ def save_call(path: str | Path, op: str, arguments: Mapping[str, Any]) -> Path:
     target = _tensor_file(path)
     description: dict[str, Any] = {"format": FORMAT, "op": op, "refused": _refusal(op, arguments)}
     flat = _flatten(arguments)
-    tensors = {name: x.detach() for name, x in flat.items() if isinstance(x, Tensor) and not x.is_nested and x.layout == torch.strided}
+    tensors = {name: x.detach() for name, x in flat.items() if guards.has_storage(x) and not x.is_complex()}
     description["scalars"] = {name: value for name, value in flat.items() if name not in tensors}
     description["strides"] = {name: list(x.stride()) for name, x in tensors.items()}
     if "out" in tensors and "v" in tensors and memory.same_view(tensors["out"], tensors["v"]):
@@ -57,8 +58,8 @@ def save_call(path: str | Path, op: str, arguments: Mapping[str, Any]) -> Path:
         tensors[POOL] = pool[slots]
         description["pool"] = {"slots": len(pool), "saved": slots}
     try:
-        text = json.dumps(description, indent=1, default=str)
-        save_file({name: x.contiguous().clone() for name, x in tensors.items()}, target)
+        text = json.dumps(description, indent=1, default=str, skipkeys=True)
+        save_file({name: x.contiguous().clone() for name, x in tensors.items()}, target, {"description": _digest(text)})
         _description_file(target).write_text(text)
     except (OSError, SafetensorError) as failed:
         raise error("KDA130", path=target, problem=f"cannot be written: {failed}") from failed
@@ -73,15 +74,19 @@ def load_call(path: str | Path) -> tuple[str, dict[str, Any]]:
     Raises:
         ContractError: KDA130 when the files are missing or not a saved call.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors import SafetensorError, safe_open
 
     target = _tensor_file(path)
     for file in (target, _description_file(target)):
         if not file.is_file():
             raise error("KDA130", path=target, problem=f"{file} does not exist; a saved call is a .safetensors and a .json file")
     try:
-        description, tensors = json.loads(_description_file(target).read_text()), load_file(target)
+        text = _description_file(target).read_text()
+        with safe_open(target, "pt") as file:
+            if (file.metadata() or {}).get("description") != _digest(text):
+                raise ValueError("the .json file was changed, or belongs to another call")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        description = json.loads(text)
         if description["op"] not in OPS or description["format"] != FORMAT:
             raise ValueError(f"it holds op {description['op']!r} in format {description['format']}; this version reads format {FORMAT}")
         return description["op"], _arguments(description, tensors)
@@ -102,7 +107,7 @@ def _arguments(description: Mapping[str, Any], tensors: dict[str, Tensor]) -> di
         for name in SLOTS:
             if name in tensors:
                 new = [renumbered.get(slot, slot if slot < 0 else slot + past_the_end) for slot in _integers(tensors[name])]
-                tensors[name] = torch.tensor(new, dtype=tensors[name].dtype) if tensors[name].ndim == 1 else tensors[name]
+                tensors[name] = torch.tensor(new, dtype=tensors[name].dtype, device="cpu") if tensors[name].ndim == 1 else tensors[name]
     values: dict[str, Any] = dict(description["scalars"])
     for name, tensor in tensors.items():
         values[name] = tensor if name == POOL else _with_strides(tensor, description["strides"][name])
@@ -123,7 +128,7 @@ def _flatten(arguments: Mapping[str, Any]) -> dict[str, Any]:
             flat |= {f"snapshots.{part}": getattr(value, part) for part in ("sequence", "tokens", "slot")}
         elif isinstance(value, PrefillPlan):
             flat["plan.lengths"] = list(value.lengths)
-        elif value is not None:
+        else:
             flat[name] = value
     return flat
 
@@ -134,6 +139,10 @@ def _refusal(op: str, arguments: Mapping[str, Any]) -> str | None:
     except (KdaError, TypeError) as refused:
         return str(refused)
     return None
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _integers(indices: Tensor | None) -> list[int]:
@@ -154,4 +163,4 @@ def _with_strides(tensor: Tensor, stride: list[int]) -> Tensor:
         if step == 0 and tensor.shape[dim] > 1:  # an expanded dimension: one copy of its data, seen many times
             return _with_strides(tensor.narrow(dim, 0, 1), [*stride[:dim], 1, *stride[dim + 1 :]]).expand(tensor.shape)
     extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, stride, strict=True)) if tensor.numel() else 0
-    return torch.zeros(extent, dtype=tensor.dtype).as_strided(tensor.shape, stride).copy_(tensor)
+    return torch.zeros(extent, dtype=tensor.dtype, device="cpu").as_strided(tensor.shape, stride).copy_(tensor)

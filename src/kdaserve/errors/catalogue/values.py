@@ -10,7 +10,7 @@ ENTRIES: tuple[Entry, ...] = (
         code="KDA301",
         title="Slot index out of range",
         raises="ValuesError",
-        message="{op}: `{argument}`[{position}] is {got}, but the pool has slots 0 to {slots} - 1.",
+        message="{op}: `{argument}`[{position}] is {got}, but the pool has {slots} slots.",
         fix="pass slots below {slots}, or -1 for padding.",
         meaning="""An index names a slot past the end of the pool. Without this check a GPU kernel would read and overwrite
 memory that belongs to something else. Negative indices are padding, not an error.""",

@@ -1,0 +1,35 @@
+"""Calls of every op, and what a refused one must leave alone; for the tests that run over all three ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kdaserve
+from conftest import Call
+from kdaserve import KdaError
+from kdaserve.testing import assert_same_bits, decode_inputs, prefill_inputs
+
+DECODE = "packed_decode_kda"
+OPS = ("chunk_kda", "recurrent_kda", DECODE)
+NAN = float("nan")
+LENGTHS = [70, 0, 5, 130]
+
+
+def call_of(op: str, device: str = "cpu", **options: Any) -> Call:
+    return decode_inputs(3, device=device, **options) if op == DECODE else prefill_inputs(LENGTHS, device=device, **options)
+
+
+def refused(op: str, call: Call, *codes: str) -> str:
+    """The text of a refusal from the catalogue, with one of `codes`; nothing may have been written."""
+    tensors = {name: x for name, x in call.items() if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_meta}
+    before = {name: x.detach().clone() for name, x in tensors.items()}
+    with pytest.raises(KdaError) as caught:
+        getattr(kdaserve, op)(**call)
+    assert caught.value.code in codes, f"expected {codes}, got {caught.value}"
+    for name, x in tensors.items():
+        assert_same_bits(x.detach(), before[name], f"{op}: `{name}` after the refusal")
+    return str(caught.value)
