@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,3 +35,16 @@ def refused(op: str, call: Call, *codes: str) -> str:
     for name, x in tensors.items():
         assert_same_bits(x.detach(), before[name], f"{op}: `{name}` after the refusal")
     return str(caught.value)
+
+
+def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, disturb: Callable[[Any, Any], None]) -> None:
+    """The torch backend computes `op` and then `disturb` changes the checked call's tensors or the result."""
+    module = importlib.import_module(f"kdaserve.ops.{op}.torch")
+    run = module.run
+
+    def disturbed(call: Any) -> Any:
+        result = run(call)
+        disturb(call, result)
+        return result
+
+    monkeypatch.setattr(module, "run", disturbed)

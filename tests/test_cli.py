@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 import kdaserve
+from helpers import sabotage
 from kdaserve import KdaError, calls, dispatch
 from kdaserve.cli import app
 from kdaserve.errors import CATALOGUE, Entry
@@ -52,19 +53,6 @@ def assert_plain(text: str) -> None:
 def squeezed(text: str) -> str:
     """Without white space, and so the same however it was wrapped."""
     return "".join(text.split())
-
-
-def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, disturb: Callable[[Any, Any], None]) -> None:
-    """The torch backend computes `op` and then `disturb` changes the checked call's tensors or the result."""
-    module = importlib.import_module(f"kdaserve.ops.{op}.torch")
-    compute = module.run
-
-    def disturbed(call: Any) -> Any:
-        result = compute(call)
-        disturb(call, result)
-        return result
-
-    monkeypatch.setattr(module, "run", disturbed)
 
 
 def one_wrong_token(call: Any, result: Any) -> None:

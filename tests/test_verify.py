@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from conftest import Call
+from helpers import sabotage
 from kdaserve import KdaError, ValuesError
 from kdaserve.testing import assert_same_bits, verify_call
 from test_saved import CALLS, DECODE, NAN, OPS, call_of, indices_of
@@ -27,19 +26,6 @@ def test_backends_are_verified_and_nothing_is_written(name: str, backend: str) -
     assert max(found.output, found.state) <= (1e-2 if torch.bfloat16 in (x.dtype for x in before.values()) else 1e-3)
     for key, x in before.items():
         assert_same_bits(call[key], x, f"verify_call wrote {key}")
-
-
-def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, disturb: Callable[[Any, Any], None]) -> None:
-    """The torch backend computes `op` and then `disturb` changes the checked call's tensors or the result."""
-    module = importlib.import_module(f"kdaserve.ops.{op}.torch")
-    run = module.run
-
-    def disturbed(call: Any) -> Any:
-        result = run(call)
-        disturb(call, result)
-        return result
-
-    monkeypatch.setattr(module, "run", disturbed)
 
 
 def deviates(op: str, call: Call, **options: Any) -> str:

@@ -120,6 +120,31 @@ _remembered: dict[tuple, Layout] = {}
 REMEMBERED_AT_MOST = 4096
 
 
+@dataclasses.dataclass(slots=True, kw_only=True)
+class CheckedCall:
+    """What every op's record of a checked call has; the op adds its arguments.
+
+    Attributes:
+        op: name of the op.
+        layout: what the checks found out.
+        needs_grad: whether autograd records the call.
+    """
+
+    op: str
+    layout: Layout
+    needs_grad: bool
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Sizes by symbol."""
+        return self.layout.sizes
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """float32, or float64 when a tensor of the call is (S12)."""
+        return torch.float64 if torch.float64 in self.layout.dtypes.values() else torch.float32
+
+
 def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any], relations: Callable[[str, dict[str, int]], None]) -> Layout:
     """Checks all tensors of a call against `table`, then `relations` between the sizes.
 
@@ -308,11 +333,6 @@ def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None
                 may_be_same = (name, other) in (("out", "v"), ("v", "out"))
                 if not guards.out_does_not_overlap(tensor, arguments[other], may_be_same=may_be_same):
                     raise error("KDA121", op=op, written=name, argument=f"`{other}`")
-
-
-def compute_dtype(layout: Layout) -> torch.dtype:
-    """float32, or float64 when a tensor of the call is (S12)."""
-    return torch.float64 if torch.float64 in layout.dtypes.values() else torch.float32
 
 
 def needs_grad(layout: Layout, arguments: Mapping[str, Any]) -> bool:

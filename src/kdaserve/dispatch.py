@@ -6,20 +6,12 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from kdaserve.contract import FLOATS, Layout
+from kdaserve.contract import FLOATS, CheckedCall, Layout
 from kdaserve.errors import KdaError, dtype_name, error
-
-
-class Call(Protocol):
-    """What dispatch needs to know of a checked call; each op has its own record."""
-
-    op: str
-    layout: Layout
-    needs_grad: bool
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +30,7 @@ class Backend:
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
 
-    def refusal(self, call: Call) -> dict[str, str] | None:
+    def refusal(self, call: CheckedCall) -> dict[str, str] | None:
         """None when it takes the call, else what is required, supported and missing."""
         key = self.name, call.needs_grad
         if key not in call.layout.refusals:
@@ -112,7 +104,7 @@ def backends() -> tuple[BackendStatus, ...]:
     return tuple(status(b) for b in BACKENDS)
 
 
-def choose(call: Call, name: str) -> Backend:
+def choose(call: CheckedCall, name: str) -> Backend:
     """The backend that runs `call`: the one named, never another (S20), or with ``"auto"`` the best that takes it.
 
     Raises: KDA201 (no such backend), KDA202 (cannot run here), KDA203 (does not take the call), KDA204 (none takes it).
@@ -134,7 +126,7 @@ def choose(call: Call, name: str) -> Backend:
     return named
 
 
-def reasons(call: Call, chosen: str | None) -> dict[str, str]:
+def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     """For every backend, why `auto` picks it or passes it over."""
     found = {}
     for backend in BACKENDS:
@@ -151,7 +143,7 @@ def reasons(call: Call, chosen: str | None) -> dict[str, str]:
     return found
 
 
-def execute(call: Call, name: str) -> Any:
+def execute(call: CheckedCall, name: str) -> Any:
     """Runs `call` on the backend that `choose` gives; anything it raises that is not ours, nor want of memory, becomes KDA501."""
     backend = choose(call, name)
     device = call.layout.device_type
@@ -176,5 +168,5 @@ def _importer(module: str) -> Any:
     return importlib.import_module(module)
 
 
-def _runner(module: str, op: str) -> Callable[[Call], Any]:
+def _runner(module: str, op: str) -> Callable[[CheckedCall], Any]:
     return _importer(module.format(op=op)).run

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdaserve import contract, values
@@ -15,7 +14,7 @@ OP = "packed_decode_kda"
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class DecodeCall:
+class DecodeCall(contract.CheckedCall):
     """A checked decode call; the fields are the arguments of `packed_decode_kda` with defaults filled in."""
 
     mixed_qkv: Tensor
@@ -29,20 +28,7 @@ class DecodeCall:
     ssm_state_indices: Tensor
     use_qk_l2norm_in_kernel: bool
     lower_bound: float | None
-    layout: contract.Layout
-    needs_grad: bool
-    op: str = OP
     beta_is_raw: bool = True
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes by symbol."""
-        return self.layout.sizes
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """float32, or float64 when an input, a parameter or the pool is (S12)."""
-        return contract.compute_dtype(self.layout)
 
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k `[B, H, K]` and v `[B, HV, V]`, views of `mixed_qkv`."""
@@ -59,6 +45,7 @@ def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
     contract.check_level(OP, arguments["check"])
     contract.check_written(OP, layout, arguments)
     call = DecodeCall(
+        op=OP,
         layout=layout,
         needs_grad=contract.needs_grad(layout, arguments),
         scale=contract.check_scale(OP, arguments["scale"], layout.sizes["K"]),

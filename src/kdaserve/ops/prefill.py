@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kdaserve import contract, dispatch, guards, values
@@ -16,10 +15,9 @@ from kdaserve.snapshots import Snapshots
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class PrefillCall:
+class PrefillCall(contract.CheckedCall):
     """A checked prefill call; the fields are the arguments of `chunk_kda` with defaults filled in."""
 
-    op: str
     q: Tensor
     k: Tensor
     v: Tensor
@@ -40,18 +38,6 @@ class PrefillCall:
     snapshots: Snapshots | None
     plan: PrefillPlan | None
     out: Tensor | None
-    layout: contract.Layout
-    needs_grad: bool
-
-    @property
-    def sizes(self) -> Mapping[str, int]:
-        """Sizes by symbol."""
-        return self.layout.sizes
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """float32, or float64 when an input, a parameter or the pool is (S12)."""
-        return contract.compute_dtype(self.layout)
 
     def host_plan(self) -> PrefillPlan:
         """The plan given, or one made from `cu_seqlens` (a sync when they are on a GPU)."""
