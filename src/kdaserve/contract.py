@@ -257,23 +257,25 @@ def _check_packed(op: str, sizes: dict[str, int], cu_seqlens: torch.Tensor) -> N
 
 def prefill_relations(op: str, sizes: dict[str, int]) -> None:
     """What the sizes of a prefill call must have to do with each other."""
-    for symbol in ("K", "V"):
-        if not guards.head_dim_supported(sizes[symbol]):
-            raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
+    _check_head_dims(op, sizes)
     if not guards.heads_divide(sizes["H"], sizes["HV"]):
         raise error("KDA110", op=op, heads=sizes["H"], v_heads=sizes["HV"])
 
 
 def decode_relations(op: str, sizes: dict[str, int]) -> None:
     """Like `prefill_relations`; the number of query heads follows from the packed width."""
+    _check_head_dims(op, sizes)
     HV, K, V, W = (sizes[s] for s in ("HV", "K", "V", "W"))
-    for symbol in ("K", "V"):
-        if not guards.head_dim_supported(sizes[symbol]):
-            raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
     if not guards.packed_width_fits(W, HV, K, V):
         fitting = ", ".join(f"{2 * H * K + HV * V} (H={H})" for H in range(1, HV + 1) if HV % H == 0)
         raise error("KDA117", op=op, got=W, v_heads=HV, k_dim=K, v_dim=V, expected=fitting)
     sizes["H"] = (W - HV * V) // (2 * K)
+
+
+def _check_head_dims(op: str, sizes: dict[str, int]) -> None:
+    for symbol in ("K", "V"):
+        if not guards.head_dim_supported(sizes[symbol]):
+            raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
 
 
 def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:

@@ -61,17 +61,16 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
         raise error("KDA101", op=op, missing=" and ".join(missing) + (" is None" if len(missing) == 1 else " are None"))
     _check_pairs(op, arguments)
     plan, q = arguments["plan"], arguments["q"]
-    if plan is not None and arguments["cu_seqlens"] is None and guards.has_ndim(q, 4) and len(q) == 1:
+    if plan is not None and guards.has_ndim(q, 4):
         _check_plan(op, plan, q, arguments["initial_state_indices"])
-        arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
+        if arguments["cu_seqlens"] is None and len(q) == 1:
+            arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
     layout = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
     for flag in ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"):
         contract.check_flag(op, flag, arguments[flag])
     contract.check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
     contract.check_level(op, arguments["check"])
     contract.check_written(op, layout, arguments)
-    if plan is not None:
-        _check_plan(op, plan, q, arguments["initial_state_indices"])
     call = PrefillCall(
         op=op,
         layout=layout,
