@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -128,11 +128,13 @@ class CheckedCall:
         op: name of the op.
         layout: what the checks found out.
         needs_grad: whether autograd records the call.
+        scale: factor of the output, its default filled in.
     """
 
     op: str
     layout: Layout
     needs_grad: bool
+    scale: float
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -337,9 +339,26 @@ def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None
                     raise error("KDA121", op=op, written=name, argument=f"`{other}`")
 
 
-def needs_grad(layout: Layout, arguments: Mapping[str, Any]) -> bool:
-    """Whether autograd records the call."""
-    return torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes)
+Record = TypeVar("Record", bound=CheckedCall)
+
+
+def checked_record(record: type[Record], op: str, layout: Layout, flags: tuple[str, ...], arguments: Mapping[str, Any]) -> Record:
+    """Checks what is no tensor, and what will be written; the record of a call whose tensors have been checked.
+
+    Raises: KDA108, KDA113, KDA114, KDA121, KDA122, KDA124, KDA125.
+    """
+    for flag in flags:
+        check_flag(op, flag, arguments[flag])
+    check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
+    check_level(op, arguments["check"])
+    check_written(op, layout, arguments)
+    return record(
+        op=op,
+        layout=layout,
+        needs_grad=torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes),
+        scale=check_scale(op, arguments["scale"], layout.sizes["K"]),
+        **{name: arguments[name] for name in record.__slots__ if name in arguments},  # the fields that an op adds to those of CheckedCall
+    )
 
 
 def _shown(number: float) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from kdaserve import guards
 from kdaserve.contract import FLOATS, CheckedCall, Layout
 from kdaserve.errors import KdaError, dtype_name, error
 
@@ -109,14 +110,15 @@ def choose(call: CheckedCall, name: str) -> Backend:
 
     Raises: KDA201 (no such backend), KDA202 (cannot run here), KDA203 (does not take the call), KDA204 (none takes it).
     """
-    if isinstance(name, str) and name == "auto":
+    if guards.is_one_of(name, ("auto",)):
         for backend in BACKENDS:
             if backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
                 return backend
         raise error("KDA204", op=call.op, reasons="; ".join(f"{b} {why}" for b, why in reasons(call, None).items()))
-    named = next((b for b in BACKENDS if isinstance(name, str) and b.name == name), None)
-    if named is None:
-        raise error("KDA201", op=call.op, got=repr(name), known=", ".join(["auto", *(b.name for b in BACKENDS)]))
+    names = [b.name for b in BACKENDS]
+    if not guards.is_one_of(name, names):
+        raise error("KDA201", op=call.op, got=repr(name), known=", ".join(["auto", *names]))
+    named = BACKENDS[names.index(name)]
     reason = named.unavailable()
     if reason is not None:
         raise error("KDA202", op=call.op, backend=name, reason=reason)
@@ -143,11 +145,14 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     return found
 
 
+_module = functools.cache(importlib.import_module)
+
+
 def execute(call: CheckedCall, name: str) -> Any:
     """Runs `call` on the backend that `choose` gives; anything it raises that is not ours, nor want of memory, becomes KDA501."""
     backend = choose(call, name)
     device = call.layout.device_type
-    run = _runner(backend.module, call.op)
+    run = _module(backend.module.format(op=call.op)).run
     try:
         if torch.is_autocast_enabled(device):  # S12: it would round the state's arithmetic
             with torch.autocast(device, enabled=False):
@@ -161,12 +166,3 @@ def execute(call: CheckedCall, name: str) -> Any:
         if "modified inplace" in str(cause):  # a view that autograd does not let us write, which only it can know
             raise error("KDA122", op=call.op, argument="` or `".join(call.layout.written)) from cause
         raise error("KDA501", op=call.op, backend=backend.name, cause=f"{type(cause).__name__}: {cause}") from cause
-
-
-@functools.cache
-def _importer(module: str) -> Any:
-    return importlib.import_module(module)
-
-
-def _runner(module: str, op: str) -> Callable[[CheckedCall], Any]:
-    return _importer(module.format(op=op)).run

@@ -46,7 +46,7 @@ def check_prefill_indices(call: PrefillCall, sync: bool) -> None:
 
 def check_prefill_data(call: PrefillCall) -> None:
     """KDA304 to KDA306: the tokens, gates and states of every sequence."""
-    tokens = sum(call.host_plan().lengths) if call.sizes["B"] == 1 else call.sizes["T"]
+    tokens = call.host_plan().tokens if call.sizes["B"] == 1 else call.sizes["T"]
     for name in ("q", "k", "v", "g", "beta"):
         _check_finite(call.op, name, getattr(call, name)[:, :tokens], ("batch", "token", "head", "channel"))
     _check_parameters(call)

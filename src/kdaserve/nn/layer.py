@@ -86,15 +86,14 @@ class KimiDeltaAttention(nn.Module):
         norm_eps: float = 1e-5,
     ) -> None:
         super().__init__()
-        values = num_heads if v_heads is None else v_heads
-        if not guards.heads_divide(num_heads, values):
-            raise error("KDA110", op=OP, heads=num_heads, v_heads=values)
+        v_heads = num_heads if v_heads is None else v_heads
+        if not guards.heads_divide(num_heads, v_heads):
+            raise error("KDA110", op=OP, heads=num_heads, v_heads=v_heads)
         if not guards.head_dim_supported(head_dim):
             raise error("KDA111", op=OP, symbol="head_dim", got=head_dim)
         if not guards.lower_bound_is_negative(lower_bound):
             raise error("KDA114", op=OP, got=lower_bound)
-        self.hidden_size, self.num_heads, self.head_dim = hidden_size, num_heads, head_dim
-        self.v_heads = num_heads if v_heads is None else v_heads
+        self.hidden_size, self.num_heads, self.head_dim, self.v_heads = hidden_size, num_heads, head_dim, v_heads
         self.conv_size, self.lower_bound = conv_size, lower_bound
         keys, values = num_heads * head_dim, self.v_heads * head_dim
 

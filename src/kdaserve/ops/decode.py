@@ -11,6 +11,7 @@ from torch import Tensor
 from kdaserve import contract, values
 
 OP = "packed_decode_kda"
+FLAGS = ("use_qk_l2norm_in_kernel",)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -22,7 +23,6 @@ class DecodeCall(contract.CheckedCall):
     b: Tensor
     A_log: Tensor
     dt_bias: Tensor | None
-    scale: float
     initial_state: Tensor
     out: Tensor
     ssm_state_indices: Tensor
@@ -40,21 +40,8 @@ class DecodeCall(contract.CheckedCall):
 def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
     """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
     layout = contract.check_tensors(OP, contract.DECODE, arguments, contract.decode_relations)
-    contract.check_flag(OP, "use_qk_l2norm_in_kernel", arguments["use_qk_l2norm_in_kernel"])
-    contract.check_gate(OP, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
-    contract.check_level(OP, arguments["check"])
-    contract.check_written(OP, layout, arguments)
-    call = DecodeCall(
-        op=OP,
-        layout=layout,
-        needs_grad=contract.needs_grad(layout, arguments),
-        scale=contract.check_scale(OP, arguments["scale"], layout.sizes["K"]),
-        **{name: arguments[name] for name in _AS_GIVEN},
-    )
+    call = contract.checked_record(DecodeCall, OP, layout, FLAGS, arguments)
     values.check_decode_indices(call, sync=arguments["check"] == "values")
     if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
         values.check_decode_data(call)
     return call
-
-
-_AS_GIVEN = [f.name for f in dataclasses.fields(DecodeCall) if f.name not in ("op", "layout", "needs_grad", "scale", "beta_is_raw")]

@@ -13,6 +13,8 @@ from kdaserve.errors import error
 from kdaserve.plan import PrefillPlan, plan_prefill, sequence_lengths
 from kdaserve.snapshots import Snapshots
 
+FLAGS = ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw")
+
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PrefillCall(contract.CheckedCall):
@@ -23,7 +25,6 @@ class PrefillCall(contract.CheckedCall):
     v: Tensor
     g: Tensor
     beta: Tensor
-    scale: float
     initial_state: Tensor
     initial_state_indices: Tensor
     use_qk_l2norm_in_kernel: bool
@@ -66,25 +67,11 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
         if arguments["cu_seqlens"] is None and len(q) == 1:
             arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
     layout = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
-    for flag in ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"):
-        contract.check_flag(op, flag, arguments[flag])
-    contract.check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
-    contract.check_level(op, arguments["check"])
-    contract.check_written(op, layout, arguments)
-    call = PrefillCall(
-        op=op,
-        layout=layout,
-        needs_grad=contract.needs_grad(layout, arguments),
-        scale=contract.check_scale(op, arguments["scale"], layout.sizes["K"]),
-        **{name: arguments[name] for name in _AS_GIVEN},
-    )
+    call = contract.checked_record(PrefillCall, op, layout, FLAGS, arguments)
     values.check_prefill_indices(call, sync=arguments["check"] == "values")
     if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
         values.check_prefill_data(call)
     return call
-
-
-_AS_GIVEN = [f.name for f in dataclasses.fields(PrefillCall) if f.name not in ("op", "layout", "needs_grad", "scale")]
 
 
 def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:

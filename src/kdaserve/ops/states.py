@@ -23,22 +23,22 @@ class States:
         self._slots = call.initial_state_indices.tolist()
         self._chunks = [chunks_of(n) for n in plan.lengths]
         self._offsets = [0, *accumulate(self._chunks)]
-        self._pool_rows: dict[tuple[int, int], list[int]] = defaultdict(list)
-        self._track_rows: set[tuple[int, int]] = set()
+        self._slots_to_write: dict[tuple[int, int], list[int]] = defaultdict(list)
+        self._tracked: set[tuple[int, int]] = set()
         self._pool_writes: list[tuple[list[int], Tensor]] = []
         self._track_writes: list[tuple[list[int], Tensor]] = []
         for n, slot in enumerate(self._slots):
             if slot >= 0 and self._chunks[n]:
-                self._pool_rows[n, self._chunks[n]].append(slot)
+                self._slots_to_write[n, self._chunks[n]].append(slot)
         if call.snapshots is not None:
             for n, tokens, slot in call.snapshots.entries():
-                self._pool_rows[n, chunks_of(tokens)].append(slot)
+                self._slots_to_write[n, chunks_of(tokens)].append(slot)
         if call.track_chunk_idx is not None:
-            self._track_rows = {(n, c) for n, c in enumerate(call.track_chunk_idx.tolist()) if c >= 0}
+            self._tracked = {(n, c) for n, c in enumerate(call.track_chunk_idx.tolist()) if c >= 0}
         self.h: Tensor | None = None
         if call.output_intermediate_states:
-            self.h = call.k.new_empty(sum(self._chunks), *call.initial_state.shape[1:])
-        for n in [n for n, chunks in enumerate(self._chunks) if not chunks and (n, 0) in self._pool_rows]:
+            self.h = call.k.new_empty(self._offsets[-1], *call.initial_state.shape[1:])
+        for n in [n for n, chunks in enumerate(self._chunks) if not chunks and (n, 0) in self._slots_to_write]:
             self._keep(0, [n], self.initial([n]))
 
     def initial(self, sequences: Sequence[int]) -> Tensor:
@@ -71,17 +71,17 @@ class States:
                 self.h[[self._offsets[sequences[i]] + chunks for i in chosen]] = S[chosen].to(self.h.dtype)
 
     def _keep_slots(self, chunks: int, sequences: Sequence[int], S: Tensor) -> None:
-        chosen = [(i, slot) for i, n in enumerate(sequences) for slot in self._pool_rows.get((n, chunks), ())]
+        chosen = [(i, slot) for i, n in enumerate(sequences) for slot in self._slots_to_write.get((n, chunks), ())]
         if chosen:
             self._pool_writes.append(([slot for _, slot in chosen], S[[i for i, _ in chosen]]))
 
     def _keep_tracked(self, chunks: int, sequences: Sequence[int], S: Tensor) -> None:
-        chosen = [i for i, n in enumerate(sequences) if (n, chunks) in self._track_rows]
+        chosen = [i for i, n in enumerate(sequences) if (n, chunks) in self._tracked]
         if chosen:
             self._track_writes.append(([sequences[i] for i in chosen], S[chosen]))
 
     def commit(self) -> Tensor | None:
-        """Writes pool rows and tracked states; returns `h` `[B, NT, HV, V, K]` if asked for."""
+        """Writes the slots and tracked states; returns `h` `[B, NT, HV, V, K]` if asked for."""
         _write(self._call.initial_state, self._pool_writes)
         if self._call.track_state is not None:
             _write(self._call.track_state, self._track_writes)

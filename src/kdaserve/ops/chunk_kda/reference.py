@@ -8,6 +8,7 @@ from torch import Tensor
 from kdaserve.ops.gate import activate
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.states import States
+from kdaserve.ops.tokens import new_output
 
 
 def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -50,14 +51,13 @@ def chunk(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
     states = States(call, torch.float64)
-    lengths = call.host_plan().lengths
-    tokens = sum(lengths)
+    plan = call.host_plan()
     B, T = call.sizes["B"], call.sizes["T"]
-    rows = torch.arange(B * T, device=call.q.device)[:tokens]
+    rows = torch.arange(B * T, device=call.q.device)[: plan.tokens]
     q, k, v, g, beta = (x[rows // T, rows % T].double() for x in (call.q, call.k, call.v, call.g, call.beta))
     q, k, g, beta = activate(call, q, k, g, beta)
     outputs, t = [v.new_empty(0, *v.shape[1:])], 0
-    for n, length in enumerate(lengths):
+    for n, length in enumerate(plan.lengths):
         S = states.initial([n])
         for i in range(length):
             S = states.boundary(i, [n], 1, S)
@@ -66,6 +66,6 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
             t += 1
         if length:
             states.boundary(length, [n], 0, S)
-    out = torch.zeros_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out.zero_()
+    out = new_output(call, plan)
     out[rows // T, rows % T] = torch.cat(outputs).to(out.dtype)
     return out, states.commit()
