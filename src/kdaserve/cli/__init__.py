@@ -16,7 +16,9 @@ from kdaserve.cli.env import backends, env
 from kdaserve.cli.explain import explain
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-for command in (demo, bench, check, explain, env, backends):
+app.command()(demo)
+app.add_typer(bench, name="bench")
+for command in (check, explain, env, backends):
     app.command()(command)
 
 

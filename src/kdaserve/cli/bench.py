@@ -1,181 +1,245 @@
-"""``kdaserve bench``: how long calls take, beside plain PyTorch on the same inputs in the same run."""
+"""``kdaserve bench``: how long calls take, after checking what they give."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
-import functools
+import importlib
 import json
-import statistics
-import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
-from torch import Tensor, nn
 
-from kdaserve.calls import checked_call
+from kdaserve import dispatch
+from kdaserve.bench import cpu, plot, rows
+from kdaserve.bench.limits import COMMIT, commit
+from kdaserve.bench.measure import Bench, Row
+from kdaserve.bench.providers import automatic_backends, peer_names, providers
 from kdaserve.cli.env import environment
-from kdaserve.demo.model import ByteLM, load_model
 from kdaserve.errors import KdaError
-from kdaserve.nn import KimiDeltaAttention
-from kdaserve.nn.convolution import convolve_token
-from kdaserve.ops.chunk_kda.api import chunk_kda
-from kdaserve.ops.chunk_kda.reference import token
-from kdaserve.ops.gate import activate, l2_norm, log_decay, sigmoid
-from kdaserve.ops.prefill import PrefillCall
-from kdaserve.testing import decode_inputs, verify_call
-from kdaserve.testing.cases import CPU_PREFILL, PrefillCase
+from kdaserve.testing.cases import CPU_DECODE, CPU_PREFILL, GPU_DECODE, GPU_PREFILL, VARIANTS, Case, grid
+
+PREFILL = {"cpu": CPU_PREFILL, "cuda": GPU_PREFILL}
+DECODE = {"cpu": CPU_DECODE, "cuda": GPU_DECODE}
+SWEEP = {"cpu": ((2, 8), (64, 256, 1024), (1, 4)), "cuda": ((8, 12, 32, 64), (64, 256, 1024, 4096, 16384), (1, 8))}
+"""By device what runs when nothing is named; of a sweep the heads, lengths and numbers of sequences."""
+SWEEP_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
+SWEEP_CHECK_TOKENS = 2048
+NO_PEER = "none"
+
+T = TypeVar("T")
+
+Names = Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Names of cases; default all of the device.")]
+BackendNames = Annotated[
+    list[str] | None, typer.Option("--backend", help="One of ours; may be given several times. Default: all that auto may pick.")
+]
+PeerNames = Annotated[
+    list[str] | None, typer.Option("--peer", help=f"{', '.join(peer_names())}, or {NO_PEER}; may be given several times. Default: all.")
+]
+DeviceName = Annotated[str | None, typer.Option("--device", help="cuda or cpu; default cuda where there is one.")]
+Rounds = Annotated[int | None, typer.Option(min=3, help="Timed repetitions; default as many as take 0.15 s, but 10 to 200.")]
+Warm = Annotated[bool, typer.Option("--warm", help="Check and compile, time nothing: so several processes can compile side by side.")]
+Save = Annotated[
+    Path | None, typer.Option(help=f"Append the rows to this JSON-lines file, with date, environment and commit (without git: of ${COMMIT}).")
+]
+Figures = Annotated[Path | None, typer.Option("--plot", help="Draw the rows into this folder. Needs matplotlib.")]
+Json = Annotated[bool, typer.Option("--json", help="A JSON list of the rows.")]
 
 
-def bench(
-    cpu: Annotated[bool, typer.Option("--cpu", help="Time the `torch` backend on the CPU: the default, all there is so far.")] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list of the rows.")] = False,
-    save: Annotated[Path | None, typer.Option(help="Append the rows, with commit, machine and versions, to this JSON-lines file.")] = None,
-    rounds: Annotated[int, typer.Option(min=3, help="Timed repetitions of each row.")] = 7,
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Where rows go besides the screen: a file, figures."""
+
+    save: Path | None
+    figures: Path | None
+    as_json: bool
+
+
+bench = typer.Typer(no_args_is_help=True, help="Time calls, after checking what they give: no figures on a red check.")
+
+
+@bench.command("cpu")
+def bench_cpu(
+    rounds: Annotated[int, typer.Option(min=3, help="Timed repetitions of each row.")] = 7, save: Save = None, as_json: Json = False
 ) -> None:
-    """Time prefill and decode beside plain PyTorch: correctness first, then medians with the 20th and 80th percentile. Takes about 20 s."""
-    jobs: dict[str, Callable[[], dict[str, Any]]] = {case.name: functools.partial(_prefill, case, rounds) for case in CPU_PREFILL}
-    jobs["decode_b1"] = functools.partial(_decode, load_model(), rounds)
-    rows = []
-    with Progress(console=Console(stderr=True), transient=True) as progress, torch.inference_mode():
-        task = progress.add_task("checking", total=len(jobs) + 1)
-        _refuse_on_red()
-        for name, job in jobs.items():
-            progress.update(task, advance=1, description=f"timing {name}")
-            rows.append(job())
+    """Time prefill and decode on the CPU beside plain PyTorch. Takes about 20 s."""
+    with _progress(cpu.STEPS) as step:
+        measured = cpu.measure_cpu(rounds, step)
     if save is not None:
-        facts = {"date": f"{datetime.datetime.now():%Y-%m-%d}", "commit": _commit(), "environment": environment()}
-        with save.open("a") as lines:
-            lines.writelines(json.dumps({**row, **facts}) + "\n" for row in rows)
+        rows.append(save, measured, _facts())
     if as_json:
-        typer.echo(json.dumps(rows))
+        typer.echo(json.dumps(measured))
     else:
-        Console().print(_table(rows))
+        Console().print(cpu.table(measured))
 
 
-def _refuse_on_red() -> None:
+@bench.command()
+def prefill(
+    cases: Names = None,
+    variant: Annotated[list[str] | None, typer.Option(help=f"Beside each case also {', '.join(VARIANTS)}; may be given several times.")] = None,
+    check_tokens: Annotated[int, typer.Option(min=1, help="Check larger cases on so many tokens.")] = 8192,
+    backend: BackendNames = None,
+    peer: PeerNames = None,
+    device: DeviceName = None,
+    rounds: Rounds = None,
+    warm: Warm = False,
+    save: Save = None,
+    figures: Figures = None,
+    as_json: Json = False,
+) -> None:
+    """Time prefills beside peers: eager, and replayed from a CUDA graph."""
+    where = _device(device)
+    chosen = _named("CASE", cases, {case.name: case for case in (*CPU_PREFILL, *GPU_PREFILL)}, PREFILL[where.type])
+    variants = _named("--variant", variant, dict(zip(VARIANTS, VARIANTS, strict=True)), ())
+    varied = [each for case in chosen for each in (case, *(case.varied(name) for name in variants))]
+    _run("prefill", varied, where, backend, peer, check_tokens, rounds, warm, Output(save, figures, as_json))
+
+
+@bench.command()
+def decode(
+    cases: Names = None,
+    backend: BackendNames = None,
+    peer: PeerNames = None,
+    device: DeviceName = None,
+    rounds: Rounds = None,
+    warm: Warm = False,
+    save: Save = None,
+    figures: Figures = None,
+    as_json: Json = False,
+) -> None:
+    """Time decode steps beside peers: eager, and replayed from a CUDA graph that walks over pools no cache can hold."""
+    where = _device(device)
+    chosen = _named("CASE", cases, {case.name: case for case in (*CPU_DECODE, *GPU_DECODE)}, DECODE[where.type])
+    _run("decode", chosen, where, backend, peer, max(case.tokens for case in chosen), rounds, warm, Output(save, figures, as_json))
+
+
+@bench.command()
+def sweep(
+    heads: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of heads; may be given several times.")] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of each sequence; may be given several times.")] = None,
+    sequences: Annotated[list[int] | None, typer.Option(min=1, help="Numbers of sequences; may be given several times.")] = None,
+    backend: BackendNames = None,
+    peer: PeerNames = None,
+    device: DeviceName = None,
+    rounds: Rounds = None,
+    warm: Warm = False,
+    save: Save = None,
+    figures: Figures = None,
+    as_json: Json = False,
+) -> None:
+    """Time prefills of every combination of heads, lengths and numbers of sequences."""
+    where = _device(device)
+    usual = SWEEP[where.type]
+    cases = grid(heads or usual[0], length or usual[1], sequences or usual[2], SWEEP_DTYPE[where.type])
+    _run("sweep", cases, where, backend, peer, SWEEP_CHECK_TOKENS, rounds, warm, Output(save, figures, as_json))
+
+
+@bench.command("plot")
+def bench_plot(
+    file: Annotated[Path, typer.Argument(help="Rows that --save wrote.", exists=True, dir_okay=False)],
+    folder: Annotated[Path, typer.Argument(help="Where the figures go.", file_okay=False)],
+) -> None:
+    """Draw stored rows: latency against tokens, share of the floor, and of a sweep the time a token. SVG and PNG."""
+    _need_matplotlib()
     try:
-        for case in CPU_PREFILL:
-            verify_call("chunk_kda", case.inputs())
-        verify_call("packed_decode_kda", decode_inputs(4, heads=2, k_dim=128, v_dim=128))
-    except KdaError as red:
+        stored = rows.load(file)
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
+    _draw(stored, folder)
+
+
+def _run(
+    name: str,
+    cases: Sequence[Case],
+    device: torch.device,
+    backend: list[str] | None,
+    peer: list[str] | None,
+    checked_tokens: int,
+    rounds: int | None,
+    warm: bool,
+    output: Output,
+) -> None:
+    """Checks, times, keeps and shows; rows are kept case by case, so that a run that is cut short leaves what it had."""
+    known = dispatch.backends()
+    ours = _named("--backend", backend, {status.name: status.name for status in known}, automatic_backends())
+    peers = _named("--peer", peer, {name: name for name in (*peer_names(), NO_PEER)}, peer_names())
+    if output.figures is not None:
+        _need_matplotlib()
+    plan = Bench(name, cases, providers(cases[0].op, ours, peers), device, checked_tokens, rounds)
+    measured: list[Row] = []
+    facts = _facts()
+    with _progress(plan.steps) as step:
+        plan = dataclasses.replace(plan, step=step)
+        checked = plan.check()
+        if warm:
+            measured, output = plan.untimed_rows(checked), Output(None, None, output.as_json)
+        else:
+            for of_case in plan.rows(checked):
+                measured += of_case
+                if output.save is not None:
+                    rows.append(output.save, of_case, facts)
+    if output.as_json:
+        typer.echo(json.dumps(measured))
+    else:
+        Console().print(rows.table(measured))
+        for remark in rows.remarks(measured):
+            typer.echo(remark)
+    if output.figures is not None:
+        _draw([{**row, **facts} for row in measured], output.figures)
+
+
+@contextlib.contextmanager
+def _progress(steps: int) -> Iterator[Callable[[str], None]]:
+    """A bar on the error stream, and a function that moves it on. An error of ours ends the command: no figures on a red check."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("starting", total=steps)
+        try:
+            yield lambda what: progress.update(task, advance=1, description=what)
+        except KdaError as fault:
+            red: KdaError | None = fault
+        else:
+            red = None
+    if red is not None:
         typer.echo(f"No figures on a red check. {red}", err=True)
         raise typer.Exit(1) from red
 
 
-def _prefill(case: PrefillCase, rounds: int) -> dict[str, Any]:
-    """A prefill case beside the plain token recurrence, and beside the floor that this machine's products set."""
-    call = case.inputs()
-    times = time_calls({"ours": lambda: chunk_kda(**call), "plain": _plain_recurrence(call)}, rounds)
-    floor = 1e3 * case.flops / _product_rate()
-    extra = {"bytes": case.nbytes, "gflop": round(case.flops / 1e9, 3), "floor_ms": round(floor, 3)}
-    return {**_row(case.name, times), **extra, "share_of_floor": round(floor / times["ours"][1], 3)}
+def _facts() -> dict[str, object]:
+    return {"date": f"{datetime.datetime.now():%Y-%m-%d}", "commit": commit(), "environment": environment()}
 
 
-def _plain_recurrence(arguments: Mapping[str, Any]) -> Callable[[], Tensor]:
-    """E1 to E4 in a Python loop over tokens, all heads at once, state in a plain tensor: what one writes without this library."""
-    call = checked_call("chunk_kda", arguments)
-    assert isinstance(call, PrefillCall)
-    lengths = call.host_plan().lengths
-
-    def run() -> Tensor:
-        q, k, g, beta = activate(call, *(x[0].float() for x in (call.q, call.k, call.g, call.beta)))
-        v = call.v[0].float()
-        outputs: list[Tensor] = []
-        for n, length in enumerate(lengths):
-            S = call.initial_state[call.initial_state_indices[n]].float()
-            for t in range(len(outputs), len(outputs) + length):
-                S, o = token(S, q[t], k[t], v[t], g[t], beta[t], call.scale)
-                outputs.append(o)
-        return torch.stack(outputs)
-
-    return run
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name not in PREFILL:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(PREFILL)}", param_hint="--device")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("torch finds no CUDA GPU here", param_hint="--device")
+    return torch.device(name)
 
 
-def _decode(model: ByteLM, rounds: int) -> dict[str, Any]:
-    """A decode step of the demo model, one request: state in a pool, beside the same step with state in plain tensors."""
-    pool = model.state_pool(8)
-    slots = torch.tensor([pool.allocate()], dtype=torch.int32)
-    tokens = torch.tensor([ord("A")])
-    states = [_PlainState(block.get_submodule("attention")) for block in model.blocks]
-
-    def plain() -> Tensor:
-        return model.run_layers(tokens, lambda i, layer, x: states[i].decode(x))
-
-    return _row("decode_b1", time_calls({"ours": lambda: model.decode(tokens, pool, slots), "plain": plain}, 10 * rounds))
+def _named(what: str, names: Sequence[str] | None, known: Mapping[str, T], default: Sequence[T]) -> list[T]:
+    """What the names stand for, each once; `default` when there are none."""
+    for name in names or ():
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is none of {', '.join(known)}", param_hint=what)
+    return [known[name] for name in dict.fromkeys(names)] if names else list(default)
 
 
-class _PlainState:
-    """A layer that decodes one request with its state in two plain tensors."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        assert isinstance(layer, KimiDeltaAttention)
-        sizes = layer.state_sizes()
-        self._layer = layer
-        self._S = torch.zeros(1, sizes["v_heads"], sizes["v_dim"], sizes["k_dim"])
-        self._conv = torch.zeros(1, sizes["conv_channels"], sizes["conv_width"] - 1)
-
-    def decode(self, x: Tensor) -> Tensor:
-        """`[1, hidden]` to the same shape."""
-        qkv, self._conv = convolve_token(self._layer.project_qkv(x), self._conv, self._layer.conv_taps())
-        q, k, v = (self._layer.split_heads(part) for part in qkv.split(self._layer.qkv_channels(), -1))
-        g = log_decay(self._layer.split_heads(self._layer.decay_logits(x)), self._layer.A_log, self._layer.dt_bias, self._layer.lower_bound)
-        beta = sigmoid(self._layer.b_proj(x))
-        self._S, o = token(self._S, l2_norm(q), l2_norm(k), v, g, beta, k.shape[-1] ** -0.5)
-        return self._layer.project_output(o, x)
-
-
-def time_calls(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, tuple[float, float, float]]:
-    """Milliseconds (p20, median, p80) of each call; the calls take turns, so that what else the machine does hits all alike."""
-    for call in calls.values():
-        call()
-        call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - start))
-    return {name: _percentiles(ts) for name, ts in times.items()}
-
-
-def _percentiles(times: list[float]) -> tuple[float, float, float]:
-    fifths = statistics.quantiles(times, n=5, method="inclusive")
-    return fifths[0], statistics.median(times), fifths[3]
-
-
-def _product_rate() -> float:
-    """Floating-point operations a second of a plain matrix product here."""
-    a = torch.randn(1024, 1024)
-    return 2 * 1024**3 / (time_calls({"product": lambda: a @ a}, 9)["product"][1] / 1e3)
-
-
-def _row(name: str, times: dict[str, tuple[float, float, float]]) -> dict[str, Any]:
-    ours, plain = times["ours"], times["plain"]
-    figures = {f"{who}_{p}": round(t, 4) for who, ts in times.items() for p, t in zip(("p20", "ms", "p80"), ts, strict=True)}
-    return {"case": name, **figures, "ratio": round(plain[1] / ours[1], 2)}
-
-
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("case", "ms (p20, p80)", "plain PyTorch ms", "times faster", "share of floor")
-    for row in rows:
-        ours = f"{row['ours_ms']:.3g} ({row['ours_p20']:.3g}, {row['ours_p80']:.3g})"
-        share = f"{row['share_of_floor']:.0%}" if "share_of_floor" in row else ""
-        table.add_row(row["case"], ours, f"{row['plain_ms']:.3g}", f"{row['ratio']:.2f}", share)
-    return table
-
-
-def _commit() -> str:
-    """The commit of the checkout this runs from, with + when it has changes; "unknown" outside one."""
-    here = Path(__file__).parent
+def _need_matplotlib() -> None:
     try:
-        described = subprocess.run(["git", "describe", "--always", "--dirty=+", "--abbrev=12"], cwd=here, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return described.stdout.strip()
+        importlib.import_module("matplotlib")
+    except ImportError as missing:
+        typer.echo(f"Figures need matplotlib, which cannot be imported ({missing}); pip install 'kdaserve[bench]' brings it.", err=True)
+        raise typer.Exit(2) from missing
+
+
+def _draw(measured: Sequence[Row], folder: Path) -> None:
+    for path in plot.draw(measured, folder):
+        typer.echo(str(path), err=True)

@@ -24,6 +24,7 @@ def prefill_inputs(
     gate: Gate = "bounded",
     beta_is_raw: bool = False,
     slots: int | None = None,
+    state_scale: float = 0.3,
     batched: bool = False,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -34,6 +35,7 @@ def prefill_inputs(
         lengths: tokens of each sequence; packed, or with ``batched=True`` one batch row each (then all equal).
         gate: ``"bounded"`` and ``"softplus"`` give raw logits with parameters, ``"none"`` log decays.
         slots: size of the pool; default two more than there are sequences.
+        state_scale: standard deviation of the states.
     """
     rand = _Random(device, seed)
     HV = v_heads or heads
@@ -45,7 +47,7 @@ def prefill_inputs(
     call["v"] = rand.normal(B, T, HV, v_dim).to(dtype)
     call["g"] = rand.normal(B, T, HV, k_dim).to(dtype)
     call["beta"] = (rand.normal(B, T, HV) if beta_is_raw else rand.uniform(B, T, HV)).to(dtype)
-    call["initial_state"] = (0.3 * rand.normal(slots, HV, v_dim, k_dim)).to(pool_dtype)
+    call["initial_state"] = (state_scale * rand.normal(slots, HV, v_dim, k_dim)).to(pool_dtype)
     call["initial_state_indices"] = rand.permutation(slots)[: len(lengths)].int()
     call["use_qk_l2norm_in_kernel"] = True
     call["cu_seqlens"] = None if batched else torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -69,6 +71,7 @@ def decode_inputs(
     pool_dtype: torch.dtype = torch.float32,
     lower_bound: float | None = -5.0,
     slots: int | None = None,
+    state_scale: float = 0.3,
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> dict[str, Any]:
@@ -77,6 +80,7 @@ def decode_inputs(
     Args:
         lower_bound: of the bounded gate, or None for the softplus gate.
         slots: size of the pool; default two more than there are requests.
+        state_scale: standard deviation of the states.
     """
     rand = _Random(device, seed)
     HV = v_heads or heads
@@ -87,7 +91,7 @@ def decode_inputs(
         "b": rand.normal(batch, HV).to(dtype),
         **rand.gate_parameters(HV, k_dim),
         "scale": k_dim**-0.5,
-        "initial_state": (0.3 * rand.normal(slots, HV, v_dim, k_dim)).to(pool_dtype),
+        "initial_state": (state_scale * rand.normal(slots, HV, v_dim, k_dim)).to(pool_dtype),
         "out": torch.full((batch, 1, HV, v_dim), torch.nan, dtype=dtype, device=device),
         "ssm_state_indices": rand.permutation(slots)[:batch].int(),
         "use_qk_l2norm_in_kernel": True,
