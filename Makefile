@@ -24,7 +24,7 @@ docs: .venv/installed
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: .venv/installed
-	$(BIN)/kdaserve bench --cpu
+	$(BIN)/kdaserve bench cpu
 
 clean:
 	rm -rf .venv site

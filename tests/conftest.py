@@ -219,6 +219,14 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.fixture
+def narrow_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """80 columns and no colours, whatever the terminal."""
+    monkeypatch.setenv("COLUMNS", "80")
+    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """How many threads of a CPU a test may use."""

@@ -48,3 +48,17 @@ def sabotage(monkeypatch: pytest.MonkeyPatch, op: str, disturb: Callable[[Any, A
         return result
 
     monkeypatch.setattr(module, "run", disturbed)
+
+
+def one_wrong_token(call: Any, result: Any) -> None:
+    """For `sabotage`."""
+    (call.out[0, 0, 1] if call.op == DECODE else result[0][0, 3, 1]).add_(1)
+
+
+def failing(message: str) -> Callable[[Any, Any], None]:
+    """For `sabotage`: the call fails so."""
+
+    def disturb(call: Any, result: Any) -> None:
+        raise ValueError(message)
+
+    return disturb

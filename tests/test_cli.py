@@ -1,4 +1,7 @@
-"""The command line: exit codes, machine-readable output, texts that arrive whole. `kdaserve demo` is tested in `test_demo.py`."""
+"""The command line: exit codes, machine-readable output, texts that arrive whole.
+
+`kdaserve demo` is tested in `test_demo.py`, `kdaserve bench` in `test_bench.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,63 +10,28 @@ import importlib
 import json
 import subprocess
 import sys
-import unicodedata
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 import kdaserve
-from helpers import sabotage
+from commands import assert_plain, run
+from helpers import failing, one_wrong_token, sabotage
 from kdaserve import KdaError, calls, dispatch
 from kdaserve.cli import app
 from kdaserve.errors import CATALOGUE, Entry
 from kdaserve.testing import decode_inputs, prefill_inputs, save_call
-from kdaserve.testing.cases import PrefillCase
 
 DECODE = "packed_decode_kda"
 ROWS = {backend.name: backend for backend in dispatch.BACKENDS}
-
-
-@pytest.fixture(autouse=True)
-def _narrow_plain_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "TTY_COMPATIBLE"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def run(*arguments: str, code: int = 0) -> Result:
-    """A command that exits with `code`, by itself and not by a traceback, and prints no control characters."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert isinstance(result.exception, (SystemExit, type(None))), f"{result.exception!r}"
-    assert result.exit_code == code, result.output
-    assert_plain(result.stdout)
-    assert_plain(result.stderr)
-    return result
-
-
-def assert_plain(text: str) -> None:
-    controls = {character for character in text if unicodedata.category(character) == "Cc"} - {"\n"}
-    assert not controls, f"control characters {controls} in {text[:200]!r}"
+pytestmark = pytest.mark.usefixtures("narrow_plain_terminal")
 
 
 def squeezed(text: str) -> str:
     """Without white space, and so the same however it was wrapped."""
     return "".join(text.split())
-
-
-def one_wrong_token(call: Any, result: Any) -> None:
-    (call.out[0, 0, 1] if call.op == DECODE else result[0][0, 3, 1]).add_(1)
-
-
-def failing(message: str) -> Callable[[Any, Any], None]:
-    def disturb(call: Any, result: Any) -> None:
-        raise ValueError(message)
-
-    return disturb
 
 
 @pytest.fixture(params=["chunk_kda", "recurrent_kda", DECODE])
@@ -273,71 +241,6 @@ def test_backends_say_why_not(reason: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert reason in run("env").stdout
     monkeypatch.setenv("COLUMNS", "200")
     assert f"no: {reason}" in run("backends").stdout
-
-
-# bench
-
-
-@pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> PrefillCase:
-    """A benchmark of one small case."""
-    module = importlib.import_module("kdaserve.cli.bench")
-    case = PrefillCase("tiny", (70, 5), 2, head_dim=16)
-    monkeypatch.setattr(module, "CPU_PREFILL", (case,))
-    monkeypatch.setattr(module, "_product_rate", lambda: 1e9)
-    return case
-
-
-def test_bench_times_its_cases(tiny: PrefillCase) -> None:
-    rows = {row["case"]: row for row in json.loads(run("bench", "--json", "--rounds", "3").stdout)}
-    assert list(rows) == ["tiny", "decode_b1"]
-    for name, row in rows.items():
-        for who in ("ours", "plain"):
-            assert 0 < row[f"{who}_p20"] <= row[f"{who}_ms"] <= row[f"{who}_p80"], name
-        assert row["ratio"] == pytest.approx(row["plain_ms"] / row["ours_ms"], rel=0.02, abs=0.01)
-    assert rows["tiny"]["bytes"] == tiny.nbytes
-    assert rows["tiny"]["gflop"] == pytest.approx(tiny.flops / 1e9, abs=1e-3)
-    assert rows["tiny"]["share_of_floor"] == pytest.approx(rows["tiny"]["floor_ms"] / rows["tiny"]["ours_ms"], rel=0.05, abs=1e-3)
-
-
-def test_bench_as_a_table(tiny: PrefillCase) -> None:
-    shown = run("bench", "--rounds", "3").stdout
-    for word in (tiny.name, "decode_b1", "plain PyTorch", "share"):
-        assert word in shown
-
-
-@pytest.mark.parametrize("op", ["chunk_kda", DECODE])
-@pytest.mark.parametrize("disturb", [one_wrong_token, failing("[/bold] broken")], ids=["wrong", "failing"])
-def test_bench_gives_no_figures_on_red(
-    op: str, disturb: Callable[[Any, Any], None], tiny: PrefillCase, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    sabotage(monkeypatch, op, disturb)
-    for options in ((), ("--json",)):
-        result = run("bench", "--rounds", "3", "--save", tmp_path / "rows.jsonl", *options, code=1)
-        assert not result.stdout
-        assert "KDA309" in result.stderr or "KDA501" in result.stderr
-        assert op in result.stderr
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_bench_appends_what_it_measured(tiny: PrefillCase, tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"case": "older"}\n')
-    shown = [json.loads(run("bench", "--rounds", "3", "--json", "--save", path).stdout) for _ in range(2)]
-    lines = path.read_text().splitlines()
-    assert lines[0] == '{"case": "older"}'
-    rows = [json.loads(line) for line in lines[1:]]
-    facts = {"date", "commit", "environment"}
-    assert [{key: value for key, value in row.items() if key not in facts} for row in rows] == [*shown[0], *shown[1]]
-    for row in rows:
-        assert row["commit"].strip("+")
-        assert row["environment"]["packages"]["torch"] == torch.__version__
-        assert row["environment"].keys() == json.loads(run("env", "--json").stdout).keys()
-
-
-@pytest.mark.parametrize("rounds", ["2", "0", "-1", "many"])
-def test_bench_needs_rounds(rounds: str) -> None:
-    assert "rounds" in run("bench", "--rounds", rounds, code=2).stderr
 
 
 # The program

@@ -26,7 +26,7 @@ from kdaserve.errors import CATALOGUE, Entry
 ROOT = Path(__file__).parents[1]
 SOURCE = Path(kdaserve.__file__).parent
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "benchmarks" / "README.md", *sorted(DOCS.rglob("*.md"))]
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -80,10 +80,12 @@ def commands(page: Path, program: str) -> list[list[str]]:
 
 @every_page
 def test_commands_exist(page: Path) -> None:
-    known = typer.main.get_command(app).commands
-    for name, *words in commands(page, "kdaserve"):
-        assert name in known
-        options = {option for parameter in known[name].params for option in parameter.opts}
+    for words in commands(page, "kdaserve"):
+        command = typer.main.get_command(app)
+        while words and hasattr(command, "commands"):
+            assert words[0] in command.commands
+            command = command.commands[words.pop(0)]
+        options = {option for parameter in command.params for option in parameter.opts}
         assert {word for word in words if word.startswith("--")} <= options
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert {words[0] for words in commands(page, "make")} <= set(targets)
@@ -101,7 +103,7 @@ def is_there(path: str) -> bool:
     """Whether `path`, which may have stars, is in the repository or generated; a bare file name may stand in any folder."""
     if path in GENERATED or path.startswith(MADE):
         return True
-    return any(ROOT.glob(path)) or ("/" not in path and any(any((ROOT / top).rglob(path)) for top in ("src", "tests", "docs")))
+    return any(ROOT.glob(path)) or ("/" not in path and any(any((ROOT / top).rglob(path)) for top in ("src", "tests", "docs", "benchmarks")))
 
 
 @every_page
@@ -225,10 +227,10 @@ def test_ops_and_what_goes_with_them_have_examples() -> None:
 
 LAYERS = (
     *("errors", "memory", "guards", "contract", "schedule", "plan", "snapshots", "dispatch", "values", "ops", "calls", "pool"),
-    *("", "nn", "testing", "demo", "cli", "__main__"),
+    *("", "nn", "testing", "demo", "bench", "cli", "__main__"),
 )
 """From the bottom up, the package itself as an empty name: a module imports from its own layer and from those before it."""
-APPLICATIONS = ("testing", "demo", "cli")
+APPLICATIONS = ("testing", "demo", "bench", "cli")
 MODULES = {".".join(path.relative_to(SOURCE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCE.rglob("*.py")}
 every_module = pytest.mark.parametrize("module", sorted(MODULES))
 

@@ -34,14 +34,14 @@ Point = tuple[float, float]
 
 
 def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
-    """Draws what the rows allow: latency of each benchmark, share of the floor, and of a sweep the time a token.
+    """Draws for each benchmark the latency, and the share of the floor or, of a sweep, the time a token.
 
     Args:
         rows: from `kdaserve.bench.rows.load`; of rows that repeat a case the last counts.
         folder: where the files go; made if need be.
 
     Returns:
-        The files written.
+        The files written; none when no row has times of a provider.
 
     Raises:
         ImportError: without matplotlib.
@@ -49,66 +49,65 @@ def draw(rows: Iterable[Row], folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     measured = [row for row in latest(rows) if "not_run" not in row]
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: list[Path] = []
     with mpl.rc_context(STYLE):
         for device, bench in dict.fromkeys((row["device"], row["bench"]) for row in measured):
             chosen = [row for row in measured if (row["device"], row["bench"]) == (device, bench)]
-            figures = {"latency": _latency(chosen), "floor": _floor(chosen)}
-            if bench == "sweep":
-                figures["token"] = _token(chosen)
+            second = {"token": _token(chosen)} if bench == "sweep" else {"floor": _floor(chosen)}
+            figures = {"latency": _latency(chosen), **second}
             for name, figure in figures.items():
                 written += _saved(figure, folder / f"{bench}_{name}_{_slug(device)}", f"{bench}: {device}, {_provenance(chosen)}")
     return written
 
 
 def _latency(rows: Sequence[Row]) -> Figure:
-    """Milliseconds against tokens, a panel for each number of heads and pool, a line for each provider."""
-    plain = [row for row in rows if row["variant"] == "plain"]
-    panels = _grouped(plain, lambda row: f"{row['heads']} heads, {row['pool_dtype']} pool")
-    return _lines(
-        panels,
-        {name: i for i, name in enumerate(_grouped(plain, _provider))},
-        _provider,
-        lambda row: (row["tokens"], best_ms(row)),
-        ("tokens of all sequences", "milliseconds a call"),
-    )
+    """Milliseconds against tokens: a panel for each number of heads and pool, in a sweep also of sequences; a line for each provider."""
+
+    def panel(row: Row) -> str:
+        return f"{row['heads']} heads, {row['pool_dtype']} pool" + (f", {_sequences(row)}" if row["bench"] == "sweep" else "")
+
+    plain = sorted((row for row in rows if row["variant"] == "plain"), key=lambda row: row["heads"])
+    labels = "tokens of all sequences", "milliseconds a call"
+    return _lines(_grouped(plain, panel), COLUMNS, list(_grouped(plain, _provider)), _provider, lambda row: (row["tokens"], best_ms(row)), labels)
 
 
 def _token(rows: Sequence[Row]) -> Figure:
-    """Microseconds a token against length, a panel for each provider and number of sequences, a line for each number of heads."""
+    """Microseconds a token against length: a column for each provider, a line of panels for each number of sequences, a line for each of heads."""
 
     def heads(row: Row) -> str:
         return f"{row['heads']} heads"
 
-    panels = _grouped(rows, lambda row: f"{row['provider']}, {row['sequences']} sequence{'s' if row['sequences'] > 1 else ''}")
-    return _lines(
-        panels,
-        {name: i for i, name in enumerate(_grouped(rows, heads))},
-        heads,
-        lambda row: (row["tokens"] / row["sequences"], 1e3 * best_ms(row) / row["tokens"]),
-        ("tokens of each sequence", "microseconds a token"),
-    )
+    def point(row: Row) -> Point:
+        return row["tokens"] / row["sequences"], 1e3 * best_ms(row) / row["tokens"]
+
+    providers = list(_grouped(rows, _provider))
+    ordered = sorted(rows, key=lambda row: (row["sequences"], providers.index(row["provider"])))
+    panels = _grouped(ordered, lambda row: f"{row['provider']}, {_sequences(row)}")
+    return _lines(panels, len(providers), list(_grouped(rows, heads)), heads, point, ("tokens of each sequence", "microseconds a token"))
 
 
 def _lines(
-    panels: dict[str, list[Row]], styles: dict[str, int], line: Callable[[Row], str], point: Callable[[Row], Point], labels: tuple[str, str]
+    panels: dict[str, list[Row]],
+    columns: int,
+    order: list[str],
+    line: Callable[[Row], str],
+    point: Callable[[Row], Point],
+    labels: tuple[str, str],
 ) -> Figure:
-    """Log-log panels that share their axes."""
+    """Log-log panels that share their axes; `order` gives each line its style."""
     from matplotlib.figure import Figure
 
-    columns = min(COLUMNS, len(panels))
+    columns = min(columns, len(panels))
     lines = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.4 * columns + 0.6, 2.7 * lines + 1.0), layout="constrained")
+    figure = Figure(figsize=(max(5.0, 3.2 * columns), 2.6 * lines + 0.8), layout="constrained")
     axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
     for ax in axes[len(panels) :]:
         ax.set_visible(False)
     for ax, (name, rows) in zip(axes, panels.items(), strict=False):
         for label, of_line in _grouped(rows, line).items():
-            _line(ax, label, styles[label], sorted(point(row) for row in of_line))
-        ax.set(xscale="log", yscale="log", title=name)
-    figure.supxlabel(labels[0])
-    figure.supylabel(labels[1])
+            _line(ax, label, order.index(label), sorted(point(row) for row in of_line))
+        ax.set(xscale="log", yscale="log", title=name, xlabel=labels[0], ylabel=labels[1])
+        ax.tick_params(labelbottom=True, labelleft=True)
     _legend(figure, axes)
     return figure
 
@@ -125,7 +124,7 @@ def _floor(rows: Sequence[Row]) -> Figure:
 
     cases, providers = _grouped(rows, title), list(_grouped(rows, _provider))
     height = 0.8 / len(providers)
-    figure = Figure(figsize=(7.0, 1.6 + 0.18 * len(cases) * (len(providers) + 1)), layout="constrained")
+    figure = Figure(figsize=(7.0, 1.6 + 0.13 * len(cases) * (len(providers) + 1)), layout="constrained")
     ax = figure.subplots()
     for i, provider in enumerate(providers):
         found = {at: row for at, of_case in enumerate(cases.values()) for row in of_case if row["provider"] == provider}
@@ -139,7 +138,8 @@ def _floor(rows: Sequence[Row]) -> Figure:
             edgecolor="white",
         )
         ax.bar_label(bars, fmt="%.3g", padding=2, fontsize=7)
-    ax.set(xlabel="share of the floor, %", xlim=(0, 100), yticks=range(len(cases)), yticklabels=list(cases))
+    right = max(100, *(110 * row["share_of_floor"] for row in rows))
+    ax.set(xlabel="share of the floor, %", xlim=(0, right), ylim=(-0.6, len(cases) - 0.4), yticks=range(len(cases)), yticklabels=list(cases))
     ax.invert_yaxis()
     ax.grid(axis="y", visible=False)
     _legend(figure, [ax])
@@ -153,6 +153,7 @@ def _legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def _saved(figure: Figure, path: Path, heading: str) -> list[Path]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.suptitle(heading, fontsize=9)
     svg, png = path.with_name(f"{path.name}.svg"), path.with_name(f"{path.name}.png")
     figure.savefig(svg, metadata={"Date": None})
@@ -171,6 +172,10 @@ def _grouped(rows: Iterable[Row], key: Callable[[Row], str]) -> dict[str, list[R
     for row in rows:
         groups.setdefault(key(row), []).append(row)
     return groups
+
+
+def _sequences(row: Row) -> str:
+    return f"{row['sequences']} sequence{'s' if row['sequences'] > 1 else ''}"
 
 
 def _provider(row: Row) -> str:

@@ -151,7 +151,8 @@ def bench_plot(
         stored = rows.load(file)
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
-    _draw(stored, folder)
+    if not _draw(stored, folder):
+        raise typer.BadParameter(f"{file} has nothing to draw: no times of prefill, decode or sweep")
 
 
 def _run(
@@ -240,6 +241,9 @@ def _need_matplotlib() -> None:
         raise typer.Exit(2) from missing
 
 
-def _draw(measured: Sequence[Row], folder: Path) -> None:
-    for path in plot.draw(measured, folder):
+def _draw(measured: Sequence[Row], folder: Path) -> list[Path]:
+    """Draws, and tells which files that made."""
+    paths = plot.draw(measured, folder)
+    for path in paths:
         typer.echo(str(path), err=True)
+    return paths
