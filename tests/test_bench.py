@@ -20,6 +20,7 @@ from commands import run
 from helpers import DECODE, NAN, failing, one_wrong_token, sabotage
 from kdaserve import dispatch
 from kdaserve.bench import limits, providers
+from kdaserve.bench.measure import Bench
 from kdaserve.testing import cases
 from kdaserve.testing.cases import VARIANTS, DecodeCase, PrefillCase
 
@@ -123,6 +124,14 @@ def test_cases_are_timed(command: str, few: tuple[Any, ...]) -> None:
         assert row["pool_dtype"] == str(case.pool_dtype).removeprefix("torch.")
         assert row["checked_tokens"] == case.tokens
         assert "CUDA graphs" in row["graph_reason"]
+
+
+def test_the_floor_is_that_of_the_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {torch.float32: 1e9, torch.bfloat16: 5e9}
+    monkeypatch.setattr(limits, "product_rate", lambda device, dtype, rounds: rates[dtype])
+    few = (PREFILL[0], dataclasses.replace(PREFILL[0], name="low", dtype=torch.bfloat16))
+    monkeypatch.setattr(cli, "PREFILL", {"cpu": few})
+    assert [row["product_tflop_s"] for row in rows("prefill", "--peer", "none")] == [1e-3, 5e-3]
 
 
 def test_only_named_cases_are_timed_each_once() -> None:
@@ -452,3 +461,21 @@ def test_decode_cases_are_right_calls(case: DecodeCase) -> None:
     call = case.inputs()
     kdaserve.packed_decode_kda(**call, check="values")
     assert case.nbytes == 2 * call["initial_state"][call["ssm_state_indices"].long()].nbytes
+
+
+EVERYWHERE = [pytest.param("cpu", case, id=f"cpu-{case.name}") for case in (*cases.CPU_PREFILL, *cases.CPU_DECODE)]
+ON_A_GPU = [
+    *(each for case in cases.GPU_PREFILL for each in (case, *(case.varied(name) for name in VARIANTS))),
+    *cases.GPU_DECODE,
+]
+EVERYWHERE += [pytest.param("cuda", case, id=f"cuda-{case.name}-{case.variant}", marks=pytest.mark.gpu) for case in ON_A_GPU]
+
+
+@pytest.mark.parametrize(("where", "case"), EVERYWHERE)
+def test_cases_are_computed_right(where: str, case: Any) -> None:
+    """The cases of the benchmarks, cut short, on every backend that they would time."""
+    found = providers.providers(case.op, providers.automatic_backends(), [])
+    (checked,) = Bench("check", [case], found, torch.device(where), checked_tokens=600).check()
+    assert len(checked) == len(found) >= 1
+    assert all(check.reason or (check.output < 6e-3 and check.state < 5e-3) for check in checked)
+    assert not all(check.reason for check in checked)

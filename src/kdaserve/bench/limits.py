@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kdaserve.bench.timing import eager, replayed
+from kdaserve.bench.timing import ahead, eager
 
 COPIED = {"cpu": 2**27, "cuda": 2**31}
 """Bytes of the tensor whose copy gives the bandwidth: far more than a cache holds."""
@@ -57,9 +57,8 @@ def _copy_seconds(device: torch.device, rounds: int | None) -> float:
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device, rounds: int | None) -> float:
-    if device.type == "cuda":
-        return replayed(call, lambda: None, device, rounds).median / 1e3
-    return eager(call, lambda: None, device, rounds).elapsed.median / 1e3
+    times = ahead(call, lambda: None, device, rounds) if device.type == "cuda" else eager(call, lambda: None, device, rounds).elapsed
+    return times.median / 1e3
 
 
 def device_name(device: torch.device) -> str:

@@ -49,7 +49,7 @@ class Bench:
 
     Attributes:
         name: of the benchmark; stands in every row.
-        cases, providers: what to run; all cases are of one op and in one dtype.
+        cases, providers: what to run; all cases are of one op.
         device: where.
         checked_tokens: larger cases are checked on as many tokens.
         rounds: timed repetitions; None takes as many as fit a fixed time.
@@ -88,11 +88,11 @@ class Bench:
     def rows(self, checked: Sequence[Sequence[Checked]]) -> Iterator[list[Row]]:
         """For each case the rows of its providers, as soon as they are measured. A variant must come after its plain case."""
         self.step("timing a copy and a product")
-        limits = measure_limits(self.device, self.cases[0].dtype, self.rounds)
+        limits = {dtype: measure_limits(self.device, dtype, self.rounds) for dtype in {case.dtype for case in self.cases}}
         plain: dict[tuple[str, str], Row] = {}
         for case, found in zip(self.cases, checked, strict=True):
             self.step(f"timing {_title(case)}")
-            rows = [self._measured(case, provider, check, limits) for provider, check in zip(self.providers, found, strict=True)]
+            rows = [self._measured(case, provider, check, limits[case.dtype]) for provider, check in zip(self.providers, found, strict=True)]
             _compare_with_peers(rows)
             for row in rows:
                 if case.variant == "plain":

@@ -27,7 +27,7 @@ from kdaserve.testing.cases import CPU_DECODE, CPU_PREFILL, GPU_DECODE, GPU_PREF
 
 PREFILL = {"cpu": CPU_PREFILL, "cuda": GPU_PREFILL}
 DECODE = {"cpu": CPU_DECODE, "cuda": GPU_DECODE}
-SWEEP = {"cpu": ((2, 8), (64, 256, 1024), (1, 4)), "cuda": ((8, 12, 32, 64), (64, 256, 1024, 4096, 16384), (1, 8))}
+SWEEP = {"cpu": ((2, 8), (64, 256, 1024), (1, 4)), "cuda": ((8, 12, 32, 64), (64, 512, 2048, 8192), (1, 8))}
 """By device what runs when nothing is named; of a sweep the heads, lengths and numbers of sequences."""
 SWEEP_DTYPE = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SWEEP_CHECK_TOKENS = 2048
@@ -222,7 +222,7 @@ def _device(name: str | None) -> torch.device:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(PREFILL)}", param_hint="--device")
     if name == "cuda" and not torch.cuda.is_available():
         raise typer.BadParameter("torch finds no CUDA GPU here", param_hint="--device")
-    return torch.device(name)
+    return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 def _named(what: str, names: Sequence[str] | None, known: Mapping[str, T], default: Sequence[T]) -> list[T]:
