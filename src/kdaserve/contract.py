@@ -106,6 +106,7 @@ class Layout:
         extents: bytes from the first to the end of the last element of every tensor given, by name.
         written: names of those that are updated in place.
         refusals: for `dispatch`, by backend and need of gradients.
+        prepared: for backends, what they worked out from the layout, by what else it depends on.
     """
 
     sizes: Mapping[str, int]
@@ -114,6 +115,7 @@ class Layout:
     extents: Mapping[str, int]
     written: tuple[str, ...]
     refusals: dict[tuple[str, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
+    prepared: dict[tuple, Any] = dataclasses.field(default_factory=dict)
 
 
 _remembered: dict[tuple, Layout] = {}

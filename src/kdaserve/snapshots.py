@@ -38,10 +38,12 @@ class Snapshots:
     sequence: Tensor
     tokens: Tensor
     slot: Tensor
+    _copies: dict[tuple[str, torch.device], tuple[Tensor, Tensor]]
 
     def __init__(self, sequence: Sequence[int] | Tensor, tokens: Sequence[int] | Tensor, slot: Sequence[int] | Tensor) -> None:
         for name, values in (("sequence", sequence), ("tokens", tokens), ("slot", slot)):
             object.__setattr__(self, name, _integers(name, values))
+        object.__setattr__(self, "_copies", {})
         if not len(self.sequence) == len(self.tokens) == len(self.slot):
             counts = f"{len(self.sequence)}, {len(self.tokens)} and {len(self.slot)}"
             raise error("KDA119", problem=f"`sequence`, `tokens` and `slot` have {counts} entries; one of each makes a snapshot")
@@ -50,6 +52,19 @@ class Snapshots:
     def on_host(self) -> bool:
         """Whether reading the entries costs no device sync."""
         return all(t.device.type == "cpu" for t in (self.sequence, self.tokens, self.slot))
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+        """`sequence`, `tokens` and `slot`, dense, on a device; what is on the host is copied there once, and again only if it has changed."""
+        return self._on("sequence", device), self._on("tokens", device), self._on("slot", device)
+
+    def _on(self, name: str, device: torch.device) -> Tensor:
+        values: Tensor = getattr(self, name)
+        if values.device == device:
+            return values.contiguous()
+        known = self._copies.get((name, device))
+        if known is None or not torch.equal(known[0], values):
+            known = self._copies[name, device] = values.clone(), values.to(device).contiguous()
+        return known[1]
 
     def rows(self) -> list[tuple[int, int, int]]:
         """All entries as (sequence, tokens, slot), unused ones too; a sync when they are on a GPU."""

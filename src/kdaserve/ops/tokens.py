@@ -42,9 +42,14 @@ def scatter(o: Tensor, block: Block, units: Tensor) -> None:
         o[rows // o.shape[1], rows % o.shape[1]] = tokens
 
 
+def output(call: PrefillCall) -> Tensor:
+    """Where a call's output goes; nothing is written."""
+    return torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
+
+
 def new_output(call: PrefillCall, plan: PrefillPlan) -> Tensor:
-    """Where a call's output goes, zero at rows that no sequence covers (S4)."""
-    o = torch.empty_like(call.v, memory_format=torch.contiguous_format) if call.out is None else call.out
+    """The output of a call, zero at rows that no sequence covers (S4)."""
+    o = output(call)
     if plan.tokens < o.shape[0] * o.shape[1]:
         o[:, plan.tokens :] = 0  # padding stands at the end of packed input only
     return o

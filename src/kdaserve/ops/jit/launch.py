@@ -1,0 +1,126 @@
+"""How Triton kernels are launched: nothing compiles again when lengths, strides or alignment change, and little time is spent on the host.
+
+By default Triton compiles a kernel anew when an integer is 1 or becomes divisible by 16, and when a pointer is or is not aligned to 16 bytes. Here
+no number is looked at. A kernel has two forms instead: one for memory that vector loads can read, and one for any memory. The form is the
+constant `UNIT`, in elements: with 8, base pointers are aligned to 16 bytes and strides are passed divided by 8, so that the compiler sees from
+``stride * UNIT`` what divides them; with 1, nothing is assumed.
+
+Triton's own launch works out types and constants of all arguments each time. On triton 3.6 with CUDA a kernel that has run once is launched
+through its compiled form instead; elsewhere, in the interpreter, and while a profiler listens, the usual way.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from kdaserve.ops.jit import math
+
+INTERPRETED = not isinstance(math.sigmoid, JITFunction)
+"""Whether kernels run in Triton's interpreter: `TRITON_INTERPRET=1` was set when triton was imported."""
+DIRECT = not INTERPRETED and triton.__version__.startswith("3.6.") and torch.version.hip is None
+UNIT = 8
+"""Elements that strides are multiples of in the form with vector loads; 16 bytes of the narrowest dtype."""
+
+
+class Kernel:
+    """A Triton kernel in its two forms.
+
+    Its parameters stand in this order: pointers, called `p_*`; strides, which come divided by `UNIT`; other numbers; constants, the last one
+    `UNIT`. An optional tensor is None.
+    """
+
+    def __init__(self, function: Callable, vectors: Sequence[str]) -> None:
+        parameters = inspect.signature(function).parameters.values()
+        self.name = function.__name__
+        self.constants = [p.name for p in parameters if "constexpr" in str(p.annotation)]
+        self.pointers = [p.name for p in parameters if p.name.startswith("p_")]
+        self.numbers = [p.name for p in parameters if p.name not in {*self.constants, *self.pointers}]
+        assert [*self.pointers, *self.numbers, *self.constants] == [p.name for p in parameters], f"order of the parameters of {self.name}"
+        assert self.constants[-1] == "UNIT", f"last parameter of {self.name}"
+        self.vectors = [self.pointers.index(name) for name in vectors]
+        self.forms = {unit: self._jit(function, vectors if unit > 1 else ()) for unit in (UNIT, 1)}
+        self.compiled: dict[tuple, Any] = {}
+
+    def _jit(self, function: Callable, aligned: Iterable[str]) -> Any:
+        free = [name for name in self.pointers if name not in aligned]
+        return triton.jit(function, do_not_specialize=self.numbers, do_not_specialize_on_alignment=free)
+
+
+def kernel(*vectors: str) -> Callable[[Callable], Kernel]:
+    """Decorator that makes a `Kernel`; `vectors` are the pointers that are read or written several elements at once."""
+    return lambda function: Kernel(function, vectors)
+
+
+class Launch:
+    """A kernel with all that follows from the layout of a call's tensors; called with the tensors and what else changes."""
+
+    def __init__(self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any):
+        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and `num_warps`."""
+        self._kernel, self._programs = kernel, programs
+        self._unit = UNIT if all(stride % UNIT == 0 for stride in strides) else 1
+        self._numbers = {unit: (*[stride // unit for stride in strides], *numbers) for unit in (UNIT, 1)}
+        self._options = {"num_warps": constants.pop("num_warps")}
+        assert [*constants, "UNIT"] == kernel.constants, f"constants of {kernel.name}"
+        self._constants = tuple(constants.values())
+        self._device = next(x.device for x in tensors if x is not None)
+        dtypes = tuple(None if x is None else x.dtype for x in tensors)
+        self._keys = {unit: (self._device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
+
+    def __call__(self, tensors: Sequence[Tensor | None], *numbers: float) -> None:
+        """`tensors` by pointer, of the layout this was made for; `numbers` are the kernel's last ones."""
+        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+            with torch.cuda.device(self._device):
+                return self(tensors, *numbers)
+        pointers = [None if x is None else x.data_ptr() for x in tensors]
+        unit = self._unit
+        if unit > 1 and any((pointers[i] or 0) % 16 for i in self._kernel.vectors):
+            unit = 1
+        arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
+        compiled = self._kernel.compiled.get(self._keys[unit])
+        if compiled is None or _profiled():
+            compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
+            if DIRECT:
+                self._kernel.compiled[self._keys[unit]] = compiled
+            return None
+        stream = triton.runtime.driver.active.get_current_stream(self._device.index)
+        compiled.run(self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *arguments)
+        return None
+
+
+def _profiled() -> bool:
+    hooks = triton.knobs.runtime
+    return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
+
+
+def strides(tensor: Tensor, dims: int) -> tuple[int, ...]:
+    """The first `dims` strides, zero where a dimension has a single element and its stride is anything."""
+    return tuple(0 if n == 1 else s for n, s in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True))
+
+
+class Gated(Protocol):
+    """The fields of a call that choose its gate."""
+
+    lower_bound: float | None
+
+    @property
+    def A_log(self) -> Tensor | None:
+        """Gate parameter, None when g is the log decay already."""
+
+
+def gate_name(call: Gated) -> str:
+    """The gate of a call, as `log2_decay` names it."""
+    if call.A_log is None:
+        return "none"
+    return "softplus" if call.lower_bound is None else "bounded"
+
+
+def padded(dim: int) -> int:
+    """A head dimension rounded up to a power of two, as blocks must be."""
+    return triton.next_power_of_2(dim)
