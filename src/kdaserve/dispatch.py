@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
+import importlib.util
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,8 @@ class Backend:
     role: str
     module: str
     """Module of an op, with ``{op}`` to fill in; it has ``run(call)``."""
-    automatic: bool
-    """Whether ``backend="auto"`` may pick it."""
+    automatic: tuple[str, ...]
+    """Devices on which ``backend="auto"`` may pick it."""
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     gradients: bool
@@ -54,12 +55,39 @@ class Backend:
         }
 
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
+
+
+@functools.cache
+def _triton_unavailable() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: pip install 'kdaserve[triton]'"
+    if INTERPRETED:
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no GPU (with TRITON_INTERPRET=1 in the environment the kernels run in Triton's interpreter, slowly)"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return f"it needs compute capability 8.0, the GPU has {'.'.join(map(str, torch.cuda.get_device_capability()))}"
+    return None
+
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="triton",
+        role="two Triton kernels a prefill, one a decode; the portable GPU path",
+        module="kdaserve.ops.{op}.triton",
+        automatic=("cuda",),
+        devices=("cpu",) if INTERPRETED else ("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        gradients=False,
+        unavailable=_triton_unavailable,
+    ),
     Backend(
         name="torch",
         role="chunked, in plain PyTorch; the default without a GPU backend; differentiable",
         module="kdaserve.ops.{op}.torch",
-        automatic=True,
+        automatic=("cpu", "cuda"),
         devices=("cpu", "cuda"),
         dtypes=FLOATS,
         gradients=True,
@@ -68,7 +96,7 @@ BACKENDS: tuple[Backend, ...] = (
         name="reference",
         role="the recurrence in float64, token by token; the judge, not for serving",
         module="kdaserve.ops.{op}.reference",
-        automatic=False,
+        automatic=(),
         devices=("cpu", "cuda"),
         dtypes=FLOATS,
         gradients=True,
@@ -100,7 +128,7 @@ def backends() -> tuple[BackendStatus, ...]:
 
     def status(b: Backend) -> BackendStatus:
         reason = b.unavailable()
-        return BackendStatus(b.name, b.role, reason is None, reason or "", b.automatic)
+        return BackendStatus(b.name, b.role, reason is None, reason or "", bool(b.automatic))
 
     return tuple(status(b) for b in BACKENDS)
 
@@ -112,7 +140,7 @@ def choose(call: CheckedCall, name: str) -> Backend:
     """
     if guards.is_one_of(name, ("auto",)):
         for backend in BACKENDS:
-            if backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
+            if call.layout.device_type in backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
                 return backend
         raise error("KDA204", op=call.op, reasons="; ".join(f"{b} {why}" for b, why in reasons(call, None).items()))
     names = [b.name for b in BACKENDS]
@@ -134,7 +162,7 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     for backend in BACKENDS:
         if backend.name == chosen:
             found[backend.name] = "the best that takes the call"
-        elif not backend.automatic:
+        elif call.layout.device_type not in backend.automatic:
             found[backend.name] = "runs only when named"
         elif (unavailable := backend.unavailable()) is not None:
             found[backend.name] = f"cannot run here: {unavailable}"

@@ -53,3 +53,11 @@ def new_output(call: PrefillCall, plan: PrefillPlan) -> Tensor:
     if plan.tokens < o.shape[0] * o.shape[1]:
         o[:, plan.tokens :] = 0  # padding stands at the end of packed input only
     return o
+
+
+def new_states(call: PrefillCall) -> Tensor | None:
+    """Room for the states at the start of every chunk, `[B, NT, HV, V, K]` in k's dtype, if the call asks for them (S11)."""
+    if not call.output_intermediate_states:
+        return None
+    B, chunks = call.sizes["B"], len(call.host_plan().chunk_indices)
+    return call.k.new_empty(B, chunks // max(B, 1), *call.initial_state.shape[1:])

@@ -124,3 +124,8 @@ def gate_name(call: Gated) -> str:
 def padded(dim: int) -> int:
     """A head dimension rounded up to a power of two, as blocks must be."""
     return triton.next_power_of_2(dim)
+
+
+def dense(vector: Tensor | None) -> Tensor | None:
+    """A small vector of parameters or indices without gaps; copied if it has some."""
+    return None if vector is None else vector.contiguous()

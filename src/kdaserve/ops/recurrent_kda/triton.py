@@ -7,11 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdaserve.ops.jit.launch import Launch, gate_name, kernel, padded, strides
+from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 from kdaserve.ops.jit.states import save_snapshots, save_states
 from kdaserve.ops.prefill import PrefillCall
-from kdaserve.ops.tokens import output
+from kdaserve.ops.tokens import new_states, output
 
 ROWS = 8
 """Rows of the state a program at K = 128, with one warp: 32 numbers a thread, and 16 programs a head to fill the GPU."""
@@ -183,10 +183,7 @@ def recurrent_kda_kernel(
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `recurrent_kda`."""
-    out, h, offsets, snapshots = output(call), None, None, None
-    if call.output_intermediate_states:
-        offsets = call.host_plan().chunk_offsets
-        h = new_states(call)
+    out, h, snapshots = output(call), new_states(call), None
     if call.snapshots is not None and len(call.snapshots.slot):
         snapshots = call.snapshots.on(call.q.device)
     if call.sizes["N"] == 0:
@@ -197,16 +194,16 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         call.v,
         call.g,
         call.beta,
-        _dense(call.A_log),
-        _dense(call.dt_bias),
+        dense(call.A_log),
+        dense(call.dt_bias),
         call.initial_state,
-        _dense(call.initial_state_indices),
-        _dense(call.cu_seqlens),
+        dense(call.initial_state_indices),
+        dense(call.cu_seqlens),
         out,
         h,
-        offsets,
+        None if h is None else call.host_plan().chunk_offsets,
         call.track_state,
-        _dense(call.track_chunk_idx),
+        dense(call.track_chunk_idx),
         *(snapshots or (None, None, None)),
     )
     key = (recurrent_kda_kernel, gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, snapshots and tuple(x.dtype for x in snapshots))
@@ -215,16 +212,6 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         launch = call.layout.prepared[key] = _prepare(call, tensors)
     launch(tensors, 0 if snapshots is None else len(snapshots[0]), call.scale, call.lower_bound or 0.0)
     return out, h
-
-
-def new_states(call: PrefillCall) -> Tensor:
-    """Room for the states at the start of every chunk, `[B, NT, HV, V, K]` (S11)."""
-    B, chunks = call.sizes["B"], len(call.host_plan().chunk_indices)
-    return call.k.new_empty(B, chunks // max(B, 1), *call.initial_state.shape[1:])
-
-
-def _dense(parameter: Tensor | None) -> Tensor | None:
-    return None if parameter is None else parameter.contiguous()
 
 
 def _prepare(call: PrefillCall, tensors: tuple[Tensor | None, ...]) -> Launch:

@@ -1,0 +1,89 @@
+"""Prefill in two Triton kernels: `prepare`, for all chunks and heads at once, and `chain`, chunk after chunk."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kdaserve.ops.chunk_kda.triton import config
+from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
+from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
+from kdaserve.ops.chunk_kda.triton.space import C, size
+from kdaserve.ops.jit.launch import INTERPRETED, Launch, dense, gate_name, padded, strides
+from kdaserve.ops.jit.math import LOG2_E
+from kdaserve.ops.prefill import PrefillCall
+from kdaserve.ops.tokens import new_states, output
+
+LEAST_BOUND = -WIDEST.value / (HALF.value // 2 * LOG2_E.value)
+"""The bounded gate cannot decay the 16 tokens to the middle of a half by more than `prepare` forms factors for, down to this `lower_bound`."""
+TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
+    """Runs a prefill call; see `chunk_kda`."""
+    out, h, snapshots = output(call), new_states(call), None
+    if call.snapshots is not None and len(call.snapshots.slot):
+        snapshots = call.snapshots.on(call.q.device)
+    if call.sizes["N"] == 0:
+        return out.zero_(), h
+    o = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
+    bounded = call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
+    key = (Launches, bounded, gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, snapshots and tuple(x.dtype for x in snapshots))
+    launches = call.layout.prepared.get(key)
+    if launches is None:
+        launches = call.layout.prepared[key] = Launches(call, o, h, snapshots, bounded)
+    launches.run(call, o, h, snapshots)
+    if o is not out:
+        out.copy_(o)
+    return out, h
+
+
+class Launches:
+    """What runs calls of one layout."""
+
+    def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, bounded: bool) -> None:
+        B, T, N, H, HV, K, V = (call.sizes[s] for s in ("B", "T", "N", "H", "HV", "K", "V"))
+        form = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
+        BK, BV, device = padded(K), padded(V), call.q.device
+        units = T // C.value + N if call.cu_seqlens is not None else B * triton.cdiv(T, C.value)
+        self._space = units * HV * size(BK, TL[form.dtype])
+        tensors = self._tensors(call, o, h, snapshots, call.q.new_empty(0, dtype=torch.float32))
+        qkg = strides(call.q, 3) + strides(call.k, 3) + strides(call.g, 3)
+        shared = {"OP": TL[form.dtype], "PRECISION": form.precision}
+
+        def prepare(wide: str) -> Launch:
+            return Launch(
+                prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T),
+                H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, BS=min(config.PREPARE_SLICE, BK),
+                GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
+                WIDE=wide, PARTS=1 if INTERPRETED else 2, **shared, MERGE=TL[form.merge], num_warps=config.PREPARE_WARPS,
+            )  # fmt: skip
+
+        self._prepares = [prepare("never")] if bounded else [prepare("marked"), prepare("only")]
+        processors, memory = config.processor(device)
+        chain = config.chain(N * HV, K, V, form.dtype.itemsize, processors, memory)
+        track = (0,) if call.track_state is None else strides(call.track_state, 1)
+        self._chain = Launch(
+            chain_kernel, N * HV * triton.cdiv(V, chain.slice), tensors[1],
+            strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + track, (T,),
+            HV=HV, K=K, V=V, BK=BK, BV=chain.slice, TRANSPOSED=chain.transposed, STAGES=chain.stages, **shared, num_warps=config.CHAIN_WARPS,
+        )  # fmt: skip
+
+    def run(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None) -> None:
+        """Launches the kernels."""
+        space = torch.empty(self._space, dtype=torch.float32, device=o.device)
+        prepare, chain = self._tensors(call, o, h, snapshots, space)
+        for launch in self._prepares if self._space else ():
+            launch(prepare, call.scale, call.lower_bound or 0.0)
+        self._chain(chain, 0 if snapshots is None else len(snapshots[0]))
+
+    @staticmethod
+    def _tensors(call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, space: Tensor) -> tuple[list, list]:
+        """What the pointers of the two kernels stand for."""
+        cu_seqlens, offsets = dense(call.cu_seqlens), None if h is None else call.host_plan().chunk_offsets
+        gate = dense(call.A_log), dense(call.dt_bias)
+        prepare = [call.q, call.k, call.g, call.beta, *gate, cu_seqlens, o, space]
+        states = [call.initial_state, dense(call.initial_state_indices), cu_seqlens, h, offsets, call.track_state, dense(call.track_chunk_idx)]
+        return prepare, [space, call.v, o, *states, *(snapshots or (None, None, None))]

@@ -1,0 +1,90 @@
+"""How the prefill kernels are configured: rules with the measurements behind them (NVIDIA H200, triton 3.6, K = V = 128, bf16)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from kdaserve.contract import CHUNK
+from kdaserve.ops.jit.launch import INTERPRETED, padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operands:
+    """In what the matrix products are computed; sums are fp32 always.
+
+    Attributes:
+        dtype: of their operands, and of the tiles in the workspace.
+        precision: of products of fp32 operands.
+        merge: operands of the triangular inverse. Between normed keys its entries stay near 1, and fp16 has three bits more than bf16.
+    """
+
+    dtype: torch.dtype
+    precision: str
+    merge: torch.dtype
+
+
+def operands(inputs: torch.dtype, normed: bool) -> Operands:
+    """bf16 products for bf16 inputs; tf32 keeps the 11 bits of fp16 inputs and has the range that decay factors need; three tf32 make an fp32."""
+    if INTERPRETED:  # it multiplies in numpy, which has no bf16
+        return Operands(torch.float32, "ieee", torch.float32)
+    if inputs == torch.bfloat16:
+        return Operands(torch.bfloat16, "tf32", torch.float16 if normed else torch.float32)
+    return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32)
+
+
+PREPARE_SLICE = 32
+"""Channels that `prepare` works on together. With 2 warps: 32 takes 0.633 ms on 8192 tokens of 64 heads, 16 the same; 4 warps take 1.2 ms, since
+a tile of 32 rows is too small for them and they repeat each other's work."""
+PREPARE_WARPS = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Chain:
+    """A form of the chain kernel.
+
+    Attributes:
+        slice: rows of V of a program.
+        transposed: the state is the left operand, in registers.
+        stages: chunks in flight.
+    """
+
+    slice: int
+    transposed: bool
+    stages: int
+
+
+CHAIN_WARPS = 4
+CHAINS = (Chain(16, False, 3), Chain(32, False, 3), Chain(64, True, 3))
+"""Milliseconds for 8192 tokens of 12 and of 64 heads: slice 16 0.166 and 0.634, slice 32 0.190 and 0.376, slice 64 transposed 0.275 and 0.295
+(not transposed, 2 stages: 0.325 and 0.373; slice 16 transposed: 0.236 and 0.92)."""
+
+
+def chain(pairs: int, K: int, V: int, element: int, processors: int, shared: int) -> Chain:
+    """The smallest slice whose programs, one for each of `pairs` sequences and heads and slice, still run side by side; else the largest.
+
+    Args:
+        pairs: sequences times heads; element: bytes of an operand; processors: multiprocessors; shared: bytes of shared memory a program may use.
+    """
+    forms = [form for form in CHAINS if form.slice <= padded(V)]
+    form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
+    while form.stages > 1 and _shared(form, padded(K), element) > shared:
+        form = dataclasses.replace(form, stages=form.stages - 1)
+    return form
+
+
+def _shared(form: Chain, BK: int, element: int) -> int:
+    """Bytes of shared memory of a program: what is in flight, and the state and v' on their way into a product."""
+    chunk = CHUNK * (3 * BK + 2 * CHUNK + form.slice)
+    return element * (form.stages * chunk + form.slice * (BK + 2 * CHUNK))
+
+
+@functools.cache
+def processor(device: torch.device) -> tuple[int, int]:
+    """Multiprocessors of a device and bytes of shared memory a program may use."""
+    if device.type == "cpu":
+        return 1, 2**20
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, getattr(properties, "shared_memory_per_block_optin", 64 * 1024)

@@ -1,0 +1,274 @@
+"""Prefill, first kernel: what a chunk can compute without knowing the state it starts from. One program a chunk and head.
+
+A chunk of 64 tokens is two halves of 32. Two tokens of one half meet at the half's middle: the row's factor is exp2 of the log decay between
+the middle and the row, the column's the reverse. Both stay within 2 ** +-116 while no 16 tokens decay by more than that; for the bounded gate with
+lower_bound >= -5 this always holds. Tokens of different halves meet at the boundary, where both factors are <= 1.
+
+Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them, and a token's log decay enters all of them
+as the same two bf16 numbers, together 2 ** -17 exact, so that no result is off by more than 3e-6 of itself.
+"""
+
+import triton
+import triton.language as tl
+
+from kdaserve.ops.chunk_kda.triton.space import C, first_unit, places, sequence_of
+from kdaserve.ops.jit.launch import kernel
+from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
+
+HALF = tl.constexpr(32)
+WIDEST = tl.constexpr(116.0)
+"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 116 times any normed key."""
+
+
+@triton.jit
+def inside(m_rows, o_k, K: tl.constexpr, BK: tl.constexpr):
+    """Mask of rows and channels; of rows alone where every channel exists."""
+    m_inside = m_rows[:, None]
+    if K != BK:
+        m_inside = m_inside & (o_k < K)[None, :]
+    return m_inside
+
+
+@triton.jit
+def token_decay(b_x, m_x, a, lower_bound, GATE: tl.constexpr):
+    """Log decay of the tokens there are, in base 2. No result sees the bound of -1e6; sums need it to stay finite."""
+    b_g = log2_decay(b_x, a, lower_bound, GATE)
+    if GATE != "bounded":
+        b_g = tl.where(b_g < -1e6, -1e6, b_g)
+    return tl.where(m_x, b_g, 0.0)
+
+
+@triton.jit
+def split(b_x, PARTS: tl.constexpr):
+    """b_x as PARTS operands of `sums` that add up to it: itself where the matrix unit takes fp32 (the interpreter), else two bf16."""
+    if PARTS == 1:
+        return b_x, b_x
+    b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return b_high.to(tl.bfloat16), (b_x - b_high).to(tl.bfloat16)
+
+
+@triton.jit
+def sums(b_pick, b_high, b_low, PARTS: tl.constexpr):
+    """E5: for each row the sum over the tokens that b_pick picks."""
+    b_sum = tl.dot(b_pick, b_high)
+    if PARTS == 2:
+        b_sum = tl.dot(b_pick, b_low, acc=b_sum)
+    return b_sum
+
+
+@triton.jit
+def meet_by_levels(b_q, b_k, b_high, b_low, b_A, b_qk, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """E6 and the q.k of E10 inside a half, for any decay: neighbouring segments of 1, 2, 4, 8 and 16 tokens meet where they touch; all factors <= 1."""
+    row = tl.arange(0, HALF)[:, None]
+    col = tl.arange(0, HALF)[None, :]
+    b_qk += tl.where(row == col, tl.sum(b_q * b_k, 1)[:, None], 0.0)
+    for level in range(5):
+        second = ((row >> level) & 1) == 1
+        pick = ((row >> level) == (col >> level)) & ((second & (col <= row)) | (~second & (col > row)))
+        b_factor = tl.exp2(sums(tl.where(pick, 1.0, 0.0).to(b_high.dtype), b_high, b_low, PARTS))
+        b_rows = (b_k * b_factor).to(OP)
+        b_cols = tl.trans(b_rows)
+        meet = (((row >> level) ^ (col >> level)) == 1) & (row > col)
+        b_A += tl.where(meet, tl.dot(b_rows, b_cols, input_precision=PRECISION), 0.0)
+        b_qk += tl.where(meet, tl.dot((b_q * b_factor).to(OP), b_cols, input_precision=PRECISION), 0.0)
+    return b_A, b_qk
+
+
+@triton.jit
+def inverse(b_A, MERGE: tl.constexpr, PRECISION: tl.constexpr):
+    """E7 of a half: from blocks of 2 to the whole by halves, [[M1, 0], [-M2 A21 M1, M2]]."""
+    row = tl.arange(0, HALF)[:, None]
+    col = tl.arange(0, HALF)[None, :]
+    b_M = tl.where(row == col, 1.0, tl.where((row ^ col) == 1, -b_A, 0.0))
+    for level in tl.static_range(1, 5):
+        b_A21 = tl.where(((row >> level) ^ (col >> level)) == 1, b_A, 0.0).to(MERGE)
+        b_half = b_M.to(MERGE)
+        b_M -= tl.dot(tl.dot(b_half, b_A21, input_precision=PRECISION).to(MERGE), b_half, input_precision=PRECISION)
+    return b_M
+
+
+@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_space")
+def prepare_kernel(
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_space,
+    q_b: tl.int64, q_t: tl.int64, q_h: tl.int64, k_b: tl.int64, k_t: tl.int64, k_h: tl.int64, g_b: tl.int64, g_t: tl.int64, g_h: tl.int64,
+    o_t: tl.int64, o_h: tl.int64, beta_b: tl.int64, beta_t: tl.int64, beta_h: tl.int64,
+    N: tl.int32, T: tl.int32, scale: tl.float32, lower_bound: tl.float32,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_RAW: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record of the workspace.
+
+    WIDE says what becomes of halves whose decay is wider than WIDEST: "never" means there are none; "marked" marks the chunk; "only" computes
+    the marked chunks again, by levels. (In one kernel the levels would make every chunk spill registers.)
+    """
+    pid = tl.program_id(0)
+    i_h = pid % HV
+    i_u = pid // HV
+    p_decay, p_wide, p_kd = places(p_space, (i_u * HV + i_h).to(tl.int64), BK, OP)
+    if WIDE == "only":
+        if tl.load(p_wide) == 0:
+            return
+    if p_cu is not None:
+        end = tl.load(p_cu + N).to(tl.int64)
+        if (i_u * C + C > end) & (WIDE != "only"):  # S4
+            o_pad = i_u * C + tl.arange(0, C)
+            i_v = tl.arange(0, BV)
+            p_pad = p_o + o_pad.to(tl.int64)[:, None] * (o_t * UNIT) + i_h * o_h * UNIT + i_v[None, :]
+            tl.store(p_pad, tl.zeros([C, BV], p_o.dtype.element_ty), mask=((o_pad >= end) & (o_pad < T))[:, None] & (i_v < V)[None, :])
+        i_n = sequence_of(p_cu, N, i_u)
+        i_b = 0
+        i_c = i_u - first_unit(p_cu, i_n)
+        start = tl.load(p_cu + i_n).to(tl.int64)
+        rows = (tl.load(p_cu + i_n + 1).to(tl.int64) - start).to(tl.int32) - i_c * C
+        start += i_c * C
+    else:
+        chunks = (T + C - 1) // C
+        i_b = i_u // chunks
+        i_c = i_u % chunks
+        start = (i_c * C).to(tl.int64)
+        rows = T - i_c * C
+    if rows <= 0:
+        if WIDE == "marked":
+            tl.store(p_wide, 0.0)
+        return
+    i_hk = i_h // (HV // H)
+    q_t *= UNIT
+    k_t *= UNIT
+    g_t *= UNIT
+    p_q += i_b * q_b * UNIT + start * q_t + i_hk * q_h * UNIT
+    p_k += i_b * k_b * UNIT + start * k_t + i_hk * k_h * UNIT
+    p_g += i_b * g_b * UNIT + start * g_t + i_h * g_h * UNIT
+    p_beta += i_b * beta_b + start * beta_t + i_h * beta_h
+    p_qd = p_kd + C * BK
+    p_ke = p_qd + C * BK
+    p_qk = p_ke + C * BK
+    p_M = p_qk + C * C
+
+    o_r = tl.arange(0, HALF)
+    o_s = tl.arange(0, BS)
+    row = o_r[:, None]
+    col = o_r[None, :]
+    m_1 = o_r < rows
+    m_2 = o_r + HALF < rows
+    o_q = row * q_t + o_s[None, :]
+    o_k = row * k_t + o_s[None, :]
+    o_g = row * g_t + o_s[None, :]
+    q_norm1 = tl.zeros([HALF], tl.float32) + scale
+    q_norm2 = q_norm1
+    k_norm1 = tl.full([HALF], 1.0, tl.float32)
+    k_norm2 = k_norm1
+    if L2NORM:
+        b_q1 = tl.zeros([HALF, BS], tl.float32)
+        b_q2 = tl.zeros([HALF, BS], tl.float32)
+        b_k1 = tl.zeros([HALF, BS], tl.float32)
+        b_k2 = tl.zeros([HALF, BS], tl.float32)
+        for i_k in tl.static_range(0, BK, BS):
+            m_1s = inside(m_1, o_s + i_k, K, BK)
+            m_2s = inside(m_2, o_s + i_k, K, BK)
+            b_x = tl.load(p_q + i_k + o_q, mask=m_1s, other=0.0).to(tl.float32)
+            b_q1 += b_x * b_x
+            b_x = tl.load(p_q + i_k + HALF * q_t + o_q, mask=m_2s, other=0.0).to(tl.float32)
+            b_q2 += b_x * b_x
+            b_x = tl.load(p_k + i_k + o_k, mask=m_1s, other=0.0).to(tl.float32)
+            b_k1 += b_x * b_x
+            b_x = tl.load(p_k + i_k + HALF * k_t + o_k, mask=m_2s, other=0.0).to(tl.float32)
+            b_k2 += b_x * b_x
+        q_norm1 *= tl.rsqrt(tl.sum(b_q1, 1) + L2_EPS)
+        q_norm2 *= tl.rsqrt(tl.sum(b_q2, 1) + L2_EPS)
+        k_norm1 = tl.rsqrt(tl.sum(b_k1, 1) + L2_EPS)
+        k_norm2 = tl.rsqrt(tl.sum(b_k2, 1) + L2_EPS)
+
+    PICK: tl.constexpr = tl.float32 if PARTS == 1 else tl.bfloat16
+    late = col >= HALF // 2
+    b_around = (tl.where(late & (col <= row), 1.0, 0.0) - tl.where(~late & (col > row), 1.0, 0.0)).to(PICK)  # from the middle of a half to the token
+    b_before = tl.where(col <= row, 1.0, 0.0).to(PICK)
+    b_after = tl.where(col > row, 1.0, 0.0).to(PICK)
+    b_all = tl.full([HALF, HALF], 1.0, PICK)
+    a = 1.0
+    if GATE != "none":
+        a = tl.exp(tl.load(p_A_log + i_h).to(tl.float32))
+    b_A11 = tl.zeros([HALF, HALF], tl.float32)
+    b_A21 = tl.zeros([HALF, HALF], tl.float32)
+    b_A22 = tl.zeros([HALF, HALF], tl.float32)
+    b_qk11 = tl.zeros([HALF, HALF], tl.float32)
+    b_qk21 = tl.zeros([HALF, HALF], tl.float32)
+    b_qk22 = tl.zeros([HALF, HALF], tl.float32)
+    b_widest = tl.zeros([HALF, BS], tl.float32)
+    o_1 = row * BK + o_s[None, :]
+    o_2 = o_1 + HALF * BK
+    for i_k in range(0, BK, BS):
+        m_1s = inside(m_1, o_s + i_k, K, BK)
+        m_2s = inside(m_2, o_s + i_k, K, BK)
+        b_x1 = tl.load(p_g + i_k + o_g, mask=m_1s, other=0.0).to(tl.float32)
+        b_x2 = tl.load(p_g + i_k + HALF * g_t + o_g, mask=m_2s, other=0.0).to(tl.float32)
+        if p_dt_bias is not None:
+            b_bias = tl.load(p_dt_bias + i_h * K + i_k + o_s, mask=o_s + i_k < K, other=0.0).to(tl.float32)[None, :]
+            b_x1 += b_bias
+            b_x2 += b_bias
+        b_high1, b_low1 = split(token_decay(b_x1, m_1s, a, lower_bound, GATE), PARTS)
+        b_high2, b_low2 = split(token_decay(b_x2, m_2s, a, lower_bound, GATE), PARTS)
+
+        b_k = tl.load(p_k + i_k + o_k, mask=m_1s, other=0.0).to(tl.float32) * k_norm1[:, None]
+        b_q = tl.load(p_q + i_k + o_q, mask=m_1s, other=0.0).to(tl.float32) * q_norm1[:, None]
+        if WIDE == "only":
+            b_A11, b_qk11 = meet_by_levels(b_q, b_k, b_high1, b_low1, b_A11, b_qk11, PARTS, OP, PRECISION)
+        else:
+            b_e = sums(b_around, b_high1, b_low1, PARTS)
+            if WIDE == "marked":
+                b_widest = tl.maximum(b_widest, tl.abs(b_e))
+            b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
+            b_factor = tl.exp2(b_e)
+            b_A11 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A11, input_precision=PRECISION)  # E6
+            b_qk11 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk11, input_precision=PRECISION)
+        b_factor = tl.exp2(sums(b_before, b_high1, b_low1, PARTS))
+        tl.store(p_qd + i_k + o_1, (b_q * b_factor).to(OP))
+        tl.store(p_kd + i_k + o_1, (b_k * b_factor).to(OP))
+        b_e = sums(b_after, b_high1, b_low1, PARTS)
+        b_cols = tl.trans((b_k * tl.exp2(b_e)).to(OP))
+        b_e += sums(b_all, b_high2, b_low2, PARTS)
+        tl.store(p_ke + i_k + o_1, (b_k * tl.exp2(b_e)).to(OP))
+
+        b_k = tl.load(p_k + i_k + HALF * k_t + o_k, mask=m_2s, other=0.0).to(tl.float32) * k_norm2[:, None]
+        b_q = tl.load(p_q + i_k + HALF * q_t + o_q, mask=m_2s, other=0.0).to(tl.float32) * q_norm2[:, None]
+        b_e = sums(b_before, b_high2, b_low2, PARTS)
+        b_factor = tl.exp2(b_e)
+        b_A21 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A21, input_precision=PRECISION)  # E6
+        b_qk21 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk21, input_precision=PRECISION)
+        b_factor = tl.exp2(b_e + sums(b_all, b_high1, b_low1, PARTS))
+        tl.store(p_qd + i_k + o_2, (b_q * b_factor).to(OP))
+        tl.store(p_kd + i_k + o_2, (b_k * b_factor).to(OP))
+        tl.store(p_decay + i_k + 0 * row + o_s[None, :], b_factor, mask=row == HALF - 1)
+        tl.store(p_ke + i_k + o_2, (b_k * tl.exp2(sums(b_after, b_high2, b_low2, PARTS))).to(OP))
+        if WIDE == "only":
+            b_A22, b_qk22 = meet_by_levels(b_q, b_k, b_high2, b_low2, b_A22, b_qk22, PARTS, OP, PRECISION)
+        else:
+            b_e = sums(b_around, b_high2, b_low2, PARTS)
+            if WIDE == "marked":
+                b_widest = tl.maximum(b_widest, tl.abs(b_e))
+            b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
+            b_factor = tl.exp2(b_e)
+            b_A22 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A22, input_precision=PRECISION)  # E6
+            b_qk22 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk22, input_precision=PRECISION)
+    if WIDE == "marked":
+        tl.store(p_wide, (tl.max(tl.max(b_widest, 1), 0) > WIDEST).to(tl.float32))
+
+    o_11 = row * C + col
+    o_21 = o_11 + HALF * C
+    tl.store(p_qk + o_11, tl.where(row >= col, b_qk11, 0.0).to(OP))
+    tl.store(p_qk + o_11 + HALF, tl.zeros([HALF, HALF], OP))
+    tl.store(p_qk + o_21, b_qk21.to(OP))
+    tl.store(p_qk + o_21 + HALF, tl.where(row >= col, b_qk22, 0.0).to(OP))
+    b_beta1 = tl.load(p_beta + o_r * beta_t, mask=m_1, other=0.0).to(tl.float32)
+    b_beta2 = tl.load(p_beta + (o_r + HALF) * beta_t, mask=m_2, other=0.0).to(tl.float32)
+    if BETA_RAW:
+        b_beta1 = tl.where(m_1, sigmoid(b_beta1), 0.0)
+        b_beta2 = tl.where(m_2, sigmoid(b_beta2), 0.0)
+    b_M11 = inverse(tl.where(row > col, b_A11, 0.0) * b_beta1[:, None], MERGE, PRECISION)  # E7
+    b_M22 = inverse(tl.where(row > col, b_A22, 0.0) * b_beta2[:, None], MERGE, PRECISION)
+    b_M21 = tl.dot(b_M22.to(MERGE), (b_A21 * b_beta2[:, None]).to(MERGE), input_precision=PRECISION).to(MERGE)
+    b_M21 = -tl.dot(b_M21, b_M11.to(MERGE), input_precision=PRECISION)
+    tl.store(p_M + o_11, (b_M11 * b_beta1[None, :]).to(OP))
+    tl.store(p_M + o_11 + HALF, tl.zeros([HALF, HALF], OP))
+    tl.store(p_M + o_21, (b_M21 * b_beta1[None, :]).to(OP))
+    tl.store(p_M + o_21 + HALF, (b_M22 * b_beta2[None, :]).to(OP))
