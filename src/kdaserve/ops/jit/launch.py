@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -62,11 +63,12 @@ class Launch:
     """A kernel with all that follows from the layout of a call's tensors; called with the tensors and what else changes."""
 
     def __init__(self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any):
-        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and `num_warps`."""
+        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and Triton's
+        `num_warps` and `num_stages`."""
         self._kernel, self._programs = kernel, programs
         self._unit = UNIT if all(stride % UNIT == 0 for stride in strides) else 1
         self._numbers = {unit: (*[stride // unit for stride in strides], *numbers) for unit in (UNIT, 1)}
-        self._options = {"num_warps": constants.pop("num_warps")}
+        self._options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
         assert [*constants, "UNIT"] == kernel.constants, f"constants of {kernel.name}"
         self._constants = tuple(constants.values())
         self._device = next(x.device for x in tensors if x is not None)
@@ -85,13 +87,23 @@ class Launch:
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
         compiled = self._kernel.compiled.get(self._keys[unit])
         if compiled is None or _profiled():
-            compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
+            with _quiet():
+                compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
             if DIRECT:
                 self._kernel.compiled[self._keys[unit]] = compiled
             return None
         stream = triton.runtime.driver.active.get_current_stream(self._device.index)
         compiled.run(self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *arguments)
         return None
+
+
+def _quiet() -> AbstractContextManager:
+    """The interpreter computes in numpy, which warns of what a GPU does without a word: infinities where a kernel masks them."""
+    if not INTERPRETED:
+        return nullcontext()
+    import numpy as np
+
+    return np.errstate(over="ignore", invalid="ignore")
 
 
 def _profiled() -> bool:

@@ -93,12 +93,12 @@ def recurrent_kda_kernel(
         start = tl.load(p_cu_seqlens + i_n).to(tl.int64)
         length = (tl.load(p_cu_seqlens + i_n + 1).to(tl.int64) - start).to(tl.int32)
         # S4: the programs of all sequences share the rows that no sequence has.
-        i_t = tl.load(p_cu_seqlens + N).to(tl.int64) + i_n * PADDING
-        while i_t < T:
-            o_t = i_t + tl.arange(0, PADDING)
+        i_row = tl.load(p_cu_seqlens + N).to(tl.int64) + i_n * PADDING
+        while i_row < T:
+            o_t = i_row + tl.arange(0, PADDING)
             m_o = (o_t < T)[:, None] & m_v[None, :]
             tl.store(p_out[None, :] + o_t[:, None] * out_t, tl.zeros([PADDING, BV], p_out.dtype.element_ty), mask=m_o)
-            i_t += N * PADDING
+            i_row += N * PADDING
     else:
         i_b = i_n.to(tl.int64)
         start = tl.zeros([], tl.int64)

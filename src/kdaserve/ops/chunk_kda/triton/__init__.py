@@ -11,7 +11,7 @@ from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
 from kdaserve.ops.chunk_kda.triton.space import C, size
-from kdaserve.ops.jit.launch import INTERPRETED, Launch, dense, gate_name, padded, strides
+from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
 from kdaserve.ops.jit.math import LOG2_E
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
@@ -55,20 +55,21 @@ class Launches:
 
         def prepare(wide: str) -> Launch:
             return Launch(
-                prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T),
-                H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, BS=min(config.PREPARE_SLICE, BK),
+                prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T, H, HV),
+                K=K, V=V, BK=BK, BV=BV, BS=min(config.PREPARE_SLICE, BK),
                 GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
-                WIDE=wide, PARTS=1 if INTERPRETED else 2, **shared, MERGE=TL[form.merge], num_warps=config.PREPARE_WARPS,
+                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=config.PREPARE_WARPS, num_stages=config.PREPARE_STAGES,
             )  # fmt: skip
 
         self._prepares = [prepare("never")] if bounded else [prepare("marked"), prepare("only")]
         processors, memory = config.processor(device)
-        chain = config.chain(N * HV, K, V, form.dtype.itemsize, processors, memory)
+        saves = h is not None or snapshots is not None or call.track_state is not None
+        chain = config.chain(N * HV, K, V, form.dtype.itemsize, saves, processors, memory)
         track = (0,) if call.track_state is None else strides(call.track_state, 1)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), tensors[1],
-            strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + track, (T,),
-            HV=HV, K=K, V=V, BK=BK, BV=chain.slice, TRANSPOSED=chain.transposed, STAGES=chain.stages, **shared, num_warps=config.CHAIN_WARPS,
+            strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + track, (T, HV),
+            K=K, V=V, BK=BK, BV=chain.slice, TRANSPOSED=chain.transposed, STAGES=chain.stages, **shared, num_warps=config.CHAIN_WARPS,
         )  # fmt: skip
 
     def run(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None) -> None:

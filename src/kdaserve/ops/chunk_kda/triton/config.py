@@ -19,26 +19,29 @@ class Operands:
         dtype: of their operands, and of the tiles in the workspace.
         precision: of products of fp32 operands.
         merge: operands of the triangular inverse. Between normed keys its entries stay near 1, and fp16 has three bits more than bf16.
+        parts: bf16 numbers that stand for a log decay in sums on the matrix units; 1 = none, fp32 itself.
     """
 
     dtype: torch.dtype
     precision: str
     merge: torch.dtype
+    parts: int
 
 
 def operands(inputs: torch.dtype, normed: bool) -> Operands:
     """bf16 products for bf16 inputs; tf32 keeps the 11 bits of fp16 inputs and has the range that decay factors need; three tf32 make an fp32."""
     if INTERPRETED:  # it multiplies in numpy, which has no bf16
-        return Operands(torch.float32, "ieee", torch.float32)
+        return Operands(torch.float32, "ieee", torch.float32, 1)
     if inputs == torch.bfloat16:
-        return Operands(torch.bfloat16, "tf32", torch.float16 if normed else torch.float32)
-    return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32)
+        return Operands(torch.bfloat16, "tf32", torch.float16 if normed else torch.float32, 2)
+    return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, 3)
 
 
-PREPARE_SLICE = 32
-"""Channels that `prepare` works on together. With 2 warps: 32 takes 0.633 ms on 8192 tokens of 64 heads, 16 the same; 4 warps take 1.2 ms, since
-a tile of 32 rows is too small for them and they repeat each other's work."""
+PREPARE_SLICE = 16
 PREPARE_WARPS = 2
+PREPARE_STAGES = 3
+"""Channels that `prepare` works on together, and slices in flight. On 8192 tokens of 64 heads slices of 16 take 0.495 ms, of 32 0.577 ms; without
+slices in flight 0.644 ms. Four warps take twice as long: a tile of 32 rows is too small for them, and they repeat each other's work."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -62,23 +65,24 @@ CHAINS = (Chain(16, False, 3), Chain(32, False, 3), Chain(64, True, 3))
 (not transposed, 2 stages: 0.325 and 0.373; slice 16 transposed: 0.236 and 0.92)."""
 
 
-def chain(pairs: int, K: int, V: int, element: int, processors: int, shared: int) -> Chain:
+def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int, shared: int) -> Chain:
     """The smallest slice whose programs, one for each of `pairs` sequences and heads and slice, still run side by side; else the largest.
 
     Args:
-        pairs: sequences times heads; element: bytes of an operand; processors: multiprocessors; shared: bytes of shared memory a program may use.
+        pairs: sequences times heads; element: bytes of an operand; saves: whether states are handed out on the way; processors: multiprocessors;
+            shared: bytes of shared memory a program may use.
     """
     forms = [form for form in CHAINS if form.slice <= padded(V)]
     form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
-    while form.stages > 1 and _shared(form, padded(K), element) > shared:
+    while form.stages > 1 and _shared(form, padded(K), element, saves) > shared:
         form = dataclasses.replace(form, stages=form.stages - 1)
     return form
 
 
-def _shared(form: Chain, BK: int, element: int) -> int:
-    """Bytes of shared memory of a program: what is in flight, and the state and v' on their way into a product."""
-    chunk = CHUNK * (3 * BK + 2 * CHUNK + form.slice)
-    return element * (form.stages * chunk + form.slice * (BK + 2 * CHUNK))
+def _shared(form: Chain, BK: int, element: int, saves: bool) -> int:
+    """Bytes of shared memory of a program, as Triton lays it out: chunks in flight; state and v' on their way into a product; a state to save."""
+    flight = form.stages * (CHUNK * (3 * BK + 2 * CHUNK) * element + 4 * BK)
+    return flight + (0 if form.transposed else form.slice * (BK + 3 * CHUNK) * element) + (form.slice * BK * 4 if saves else 0)
 
 
 @functools.cache

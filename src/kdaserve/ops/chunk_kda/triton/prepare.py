@@ -1,11 +1,11 @@
 """Prefill, first kernel: what a chunk can compute without knowing the state it starts from. One program a chunk and head.
 
 A chunk of 64 tokens is two halves of 32. Two tokens of one half meet at the half's middle: the row's factor is exp2 of the log decay between
-the middle and the row, the column's the reverse. Both stay within 2 ** +-116 while no 16 tokens decay by more than that; for the bounded gate with
+the middle and the row, the column's the reverse. Both stay within 2 ** +-120 while no 16 tokens decay by more than that; for the bounded gate with
 lower_bound >= -5 this always holds. Tokens of different halves meet at the boundary, where both factors are <= 1.
 
-Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them, and a token's log decay enters all of them
-as the same two bf16 numbers, together 2 ** -17 exact, so that no result is off by more than 3e-6 of itself.
+Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them. A token's log decay g enters all of them as
+the same two bf16 numbers, together exact to 2 ** -17, which changes exp(g) <= 1 by 3e-6 at most; three, exact to fp32, where the inputs are not bf16.
 """
 
 import triton
@@ -16,8 +16,8 @@ from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
 
 HALF = tl.constexpr(32)
-WIDEST = tl.constexpr(116.0)
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 116 times any normed key."""
+WIDEST = tl.constexpr(120.0)
+"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 120 times any normed key."""
 
 
 @triton.jit
@@ -39,33 +39,57 @@ def token_decay(b_x, m_x, a, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def split(b_x, PARTS: tl.constexpr):
-    """b_x as PARTS operands of `sums` that add up to it: itself where the matrix unit takes fp32 (the interpreter), else two bf16."""
-    if PARTS == 1:
-        return b_x, b_x
-    b_high = (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return b_high.to(tl.bfloat16), (b_x - b_high).to(tl.bfloat16)
+def cut(b_x):
+    """The leading eight bits of fp32 numbers, exact in bf16."""
+    return (b_x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def sums(b_pick, b_high, b_low, PARTS: tl.constexpr):
+def split(b_x, PARTS: tl.constexpr):
+    """b_x as operands of `sums`, PARTS bf16 numbers that add up to it; itself where matrix units take fp32 (in the interpreter, PARTS = 1)."""
+    if PARTS == 1:
+        return b_x, b_x, b_x
+    b_high = cut(b_x)
+    b_rest = b_x - b_high
+    b_mid = cut(b_rest) if PARTS == 3 else b_rest
+    return b_high.to(tl.bfloat16), b_mid.to(tl.bfloat16), (b_rest - b_mid).to(tl.bfloat16)
+
+
+@triton.jit
+def sums(b_pick, b_high, b_mid, b_low, PARTS: tl.constexpr):
     """E5: for each row the sum over the tokens that b_pick picks."""
     b_sum = tl.dot(b_pick, b_high)
-    if PARTS == 2:
+    if PARTS >= 2:
+        b_sum = tl.dot(b_pick, b_mid, acc=b_sum)
+    if PARTS == 3:
         b_sum = tl.dot(b_pick, b_low, acc=b_sum)
     return b_sum
 
 
 @triton.jit
-def meet_by_levels(b_q, b_k, b_high, b_low, b_A, b_qk, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """E6 and the q.k of E10 inside a half, for any decay: neighbouring segments of 1, 2, 4, 8 and 16 tokens meet where they touch; all factors <= 1."""
+def meet_by_levels(b_q, b_k, b_high, b_mid, b_low, b_A, b_qk, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """E6 and the q.k of E10 inside a half, for any decay: neighbouring segments of s tokens meet where they touch, all factors <= 1.
+
+    s goes from 16 down to 1; where no 8 tokens decay by more than WIDEST, pairs inside 16 tokens meet at their middle instead.
+    """
     row = tl.arange(0, HALF)[:, None]
     col = tl.arange(0, HALF)[None, :]
-    b_qk += tl.where(row == col, tl.sum(b_q * b_k, 1)[:, None], 0.0)
-    for level in range(5):
+    together = (row // 16) == (col // 16)
+    late = (col % 16) >= 8
+    b_around = tl.where(together & late & (col <= row), 1.0, 0.0) - tl.where(together & ~late & (col > row), 1.0, 0.0)
+    b_e = sums(b_around.to(b_high.dtype), b_high, b_mid, b_low, PARTS)
+    narrow = tl.max(tl.max(tl.abs(b_e), 1), 0) <= WIDEST
+    if narrow:
+        b_factor = tl.exp2(b_e)
+        b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
+        b_A += tl.where(together, tl.dot((b_k * b_factor).to(OP), b_cols, input_precision=PRECISION), 0.0)
+        b_qk += tl.where(together, tl.dot((b_q * b_factor).to(OP), b_cols, input_precision=PRECISION), 0.0)
+    else:
+        b_qk += tl.where(row == col, tl.sum(b_q * b_k, 1)[:, None], 0.0)
+    for level in range(tl.where(narrow, 4, 0), 5):
         second = ((row >> level) & 1) == 1
         pick = ((row >> level) == (col >> level)) & ((second & (col <= row)) | (~second & (col > row)))
-        b_factor = tl.exp2(sums(tl.where(pick, 1.0, 0.0).to(b_high.dtype), b_high, b_low, PARTS))
+        b_factor = tl.exp2(sums(tl.where(pick, 1.0, 0.0).to(b_high.dtype), b_high, b_mid, b_low, PARTS))
         b_rows = (b_k * b_factor).to(OP)
         b_cols = tl.trans(b_rows)
         meet = (((row >> level) ^ (col >> level)) == 1) & (row > col)
@@ -87,13 +111,23 @@ def inverse(b_A, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     return b_M
 
 
+@triton.jit
+def zero_padding(p_o, o_t, first, end, T, V: tl.constexpr, BV: tl.constexpr):
+    """S4: zeros in the 64 output rows from `first` on that no sequence covers. Eight rows at a time: a larger tile would take shared memory from L1."""
+    o_v = tl.arange(0, BV)
+    for i_r in range(0, C, 8):
+        o_r = first + i_r + tl.arange(0, 8)
+        p_row = p_o + o_r.to(tl.int64)[:, None] * o_t + o_v[None, :]
+        tl.store(p_row, tl.zeros([8, BV], p_o.dtype.element_ty), mask=((o_r >= end) & (o_r < T))[:, None] & (o_v < V)[None, :])
+
+
 @kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_space")
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_space,
-    q_b: tl.int64, q_t: tl.int64, q_h: tl.int64, k_b: tl.int64, k_t: tl.int64, k_h: tl.int64, g_b: tl.int64, g_t: tl.int64, g_h: tl.int64,
+    q_b: tl.int64, q_t: tl.int32, q_h: tl.int64, k_b: tl.int64, k_t: tl.int32, k_h: tl.int64, g_b: tl.int64, g_t: tl.int32, g_h: tl.int64,
     o_t: tl.int64, o_h: tl.int64, beta_b: tl.int64, beta_t: tl.int64, beta_h: tl.int64,
-    N: tl.int32, T: tl.int32, scale: tl.float32, lower_bound: tl.float32,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
+    N: tl.int32, T: tl.int32, H: tl.int32, HV: tl.int32, scale: tl.float32, lower_bound: tl.float32,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_RAW: tl.constexpr,
     WIDE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -111,11 +145,8 @@ def prepare_kernel(
             return
     if p_cu is not None:
         end = tl.load(p_cu + N).to(tl.int64)
-        if (i_u * C + C > end) & (WIDE != "only"):  # S4
-            o_pad = i_u * C + tl.arange(0, C)
-            i_v = tl.arange(0, BV)
-            p_pad = p_o + o_pad.to(tl.int64)[:, None] * (o_t * UNIT) + i_h * o_h * UNIT + i_v[None, :]
-            tl.store(p_pad, tl.zeros([C, BV], p_o.dtype.element_ty), mask=((o_pad >= end) & (o_pad < T))[:, None] & (i_v < V)[None, :])
+        if (i_u * C + C > end) & (WIDE != "only"):
+            zero_padding(p_o + i_h * o_h * UNIT, o_t * UNIT, i_u * C, end, T, V, BV)
         i_n = sequence_of(p_cu, N, i_u)
         i_b = 0
         i_c = i_u - first_unit(p_cu, i_n)
@@ -206,44 +237,44 @@ def prepare_kernel(
             b_bias = tl.load(p_dt_bias + i_h * K + i_k + o_s, mask=o_s + i_k < K, other=0.0).to(tl.float32)[None, :]
             b_x1 += b_bias
             b_x2 += b_bias
-        b_high1, b_low1 = split(token_decay(b_x1, m_1s, a, lower_bound, GATE), PARTS)
-        b_high2, b_low2 = split(token_decay(b_x2, m_2s, a, lower_bound, GATE), PARTS)
+        b_high1, b_mid1, b_low1 = split(token_decay(b_x1, m_1s, a, lower_bound, GATE), PARTS)
+        b_high2, b_mid2, b_low2 = split(token_decay(b_x2, m_2s, a, lower_bound, GATE), PARTS)
 
         b_k = tl.load(p_k + i_k + o_k, mask=m_1s, other=0.0).to(tl.float32) * k_norm1[:, None]
         b_q = tl.load(p_q + i_k + o_q, mask=m_1s, other=0.0).to(tl.float32) * q_norm1[:, None]
         if WIDE == "only":
-            b_A11, b_qk11 = meet_by_levels(b_q, b_k, b_high1, b_low1, b_A11, b_qk11, PARTS, OP, PRECISION)
+            b_A11, b_qk11 = meet_by_levels(b_q, b_k, b_high1, b_mid1, b_low1, b_A11, b_qk11, PARTS, OP, PRECISION)
         else:
-            b_e = sums(b_around, b_high1, b_low1, PARTS)
+            b_e = sums(b_around, b_high1, b_mid1, b_low1, PARTS)
             if WIDE == "marked":
                 b_widest = tl.maximum(b_widest, tl.abs(b_e))
             b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
             b_factor = tl.exp2(b_e)
             b_A11 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A11, input_precision=PRECISION)  # E6
             b_qk11 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk11, input_precision=PRECISION)
-        b_factor = tl.exp2(sums(b_before, b_high1, b_low1, PARTS))
+        b_factor = tl.exp2(sums(b_before, b_high1, b_mid1, b_low1, PARTS))
         tl.store(p_qd + i_k + o_1, (b_q * b_factor).to(OP))
         tl.store(p_kd + i_k + o_1, (b_k * b_factor).to(OP))
-        b_e = sums(b_after, b_high1, b_low1, PARTS)
+        b_e = sums(b_after, b_high1, b_mid1, b_low1, PARTS)
         b_cols = tl.trans((b_k * tl.exp2(b_e)).to(OP))
-        b_e += sums(b_all, b_high2, b_low2, PARTS)
+        b_e += sums(b_all, b_high2, b_mid2, b_low2, PARTS)
         tl.store(p_ke + i_k + o_1, (b_k * tl.exp2(b_e)).to(OP))
 
         b_k = tl.load(p_k + i_k + HALF * k_t + o_k, mask=m_2s, other=0.0).to(tl.float32) * k_norm2[:, None]
         b_q = tl.load(p_q + i_k + HALF * q_t + o_q, mask=m_2s, other=0.0).to(tl.float32) * q_norm2[:, None]
-        b_e = sums(b_before, b_high2, b_low2, PARTS)
+        b_e = sums(b_before, b_high2, b_mid2, b_low2, PARTS)
         b_factor = tl.exp2(b_e)
         b_A21 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A21, input_precision=PRECISION)  # E6
         b_qk21 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk21, input_precision=PRECISION)
-        b_factor = tl.exp2(b_e + sums(b_all, b_high1, b_low1, PARTS))
+        b_factor = tl.exp2(b_e + sums(b_all, b_high1, b_mid1, b_low1, PARTS))
         tl.store(p_qd + i_k + o_2, (b_q * b_factor).to(OP))
         tl.store(p_kd + i_k + o_2, (b_k * b_factor).to(OP))
         tl.store(p_decay + i_k + 0 * row + o_s[None, :], b_factor, mask=row == HALF - 1)
-        tl.store(p_ke + i_k + o_2, (b_k * tl.exp2(sums(b_after, b_high2, b_low2, PARTS))).to(OP))
+        tl.store(p_ke + i_k + o_2, (b_k * tl.exp2(sums(b_after, b_high2, b_mid2, b_low2, PARTS))).to(OP))
         if WIDE == "only":
-            b_A22, b_qk22 = meet_by_levels(b_q, b_k, b_high2, b_low2, b_A22, b_qk22, PARTS, OP, PRECISION)
+            b_A22, b_qk22 = meet_by_levels(b_q, b_k, b_high2, b_mid2, b_low2, b_A22, b_qk22, PARTS, OP, PRECISION)
         else:
-            b_e = sums(b_around, b_high2, b_low2, PARTS)
+            b_e = sums(b_around, b_high2, b_mid2, b_low2, PARTS)
             if WIDE == "marked":
                 b_widest = tl.maximum(b_widest, tl.abs(b_e))
             b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
