@@ -11,7 +11,9 @@ through its compiled form instead; elsewhere, in the interpreter, and while a pr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -25,6 +27,8 @@ from kdaserve.ops.jit import math
 INTERPRETED = not isinstance(math.sigmoid, JITFunction)
 """Whether kernels run in Triton's interpreter: `TRITON_INTERPRET=1` was set when triton was imported."""
 DIRECT = not INTERPRETED and triton.__version__.startswith("3.6.") and torch.version.hip is None
+ONE_AT_A_TIME: contextlib.AbstractContextManager = threading.Lock() if INTERPRETED else contextlib.nullcontext()
+"""The interpreter puts its own functions into `triton.language` while a kernel runs."""
 UNIT = 8
 """Elements that strides are multiples of in the form with vector loads; 16 bytes of the narrowest dtype."""
 
@@ -61,7 +65,9 @@ def kernel(*vectors: str) -> Callable[[Callable], Kernel]:
 class Launch:
     """A kernel with all that follows from the layout of a call's tensors; called with the tensors and what else changes."""
 
-    def __init__(self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any):
+    def __init__(
+        self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any
+    ):
         """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and `num_warps`."""
         self._kernel, self._programs = kernel, programs
         self._unit = UNIT if all(stride % UNIT == 0 for stride in strides) else 1
@@ -85,7 +91,8 @@ class Launch:
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
         compiled = self._kernel.compiled.get(self._keys[unit])
         if compiled is None or _profiled():
-            compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
+            with ONE_AT_A_TIME:
+                compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
             if DIRECT:
                 self._kernel.compiled[self._keys[unit]] = compiled
             return None
