@@ -16,14 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from kdaserve.ops.jit.launch import UNIT, Kernel
 from kdaserve.ops.packed_decode_kda.triton import TILES, packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.triton import PADDING, ROWS, recurrent_kda_kernel
 
+HOPPER = GPUTarget("cuda", 90, 32)
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 INTEGERS = ("index", "cu_seqlens", "chunk_offsets", "track_chunk", "sequence", "tokens", "slot")
 HEADS = {"H": 12, "HV": 12, "K": 128, "V": 128, "BK": 128}
@@ -48,7 +51,7 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
             signature[name] = parameter.annotation_type
     names = [parameter.name for parameter in form.params]
     source = ASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -80,5 +83,24 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "recurrent-fp32-any-memory": functools.partial(recurrent, "fp32", unit=1),
 }
 
+KERNELS = (packed_decode_kda_kernel, recurrent_kda_kernel)
+
+
+def compilations(kernel: Kernel, unit: int) -> int:
+    """How often Triton would compile one form for numbers from 0 to beyond 32 bits and, with `unit` 1, for memory aligned and not."""
+    form = kernel.forms[unit]
+    types = create_function_from_signature(form.signature, form.params, make_backend(HOPPER))
+    constants = [16] * (len(kernel.constants) - 1) + [unit]
+    found = set()
+    for number in (0, 1, 3, 8, 16, 2**33):
+        for offset in (0,) if unit > 1 else (0, 1):
+            tensor = torch.zeros(16)[offset:]
+            numbers = [float(number) if p.annotation_type == "fp32" else number for p in form.params if p.name in kernel.numbers]
+            found.add(str(types(*[tensor] * len(kernel.pointers), *numbers, *constants)[1]))
+    return len(found)
+
+
 if __name__ == "__main__":
-    print(json.dumps({name: VARIANTS[name]() for name in sys.argv[1:] or VARIANTS}))
+    variants = {name: VARIANTS[name]() for name in sys.argv[1:] or VARIANTS}
+    counts = {f"{kernel.name}, UNIT {unit}": compilations(kernel, unit) for kernel in KERNELS for unit in kernel.forms}
+    print(json.dumps({"variants": variants, "compilations": counts}))

@@ -30,12 +30,22 @@ NAMES = (
 
 
 @pytest.fixture(scope="session")
-def assembled() -> dict[str, dict[str, Any]]:
-    """By variant: registers, bytes of stack, instructions. Another process, because in this one triton may interpret."""
+def report() -> dict[str, Any]:
+    """What `sm90.py` prints. Another process, because in this one triton may interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def assembled(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By variant: registers, bytes of stack, instructions."""
+    return report["variants"]
+
+
+def test_nothing_compiles_again_for_another_number_or_alignment(report: dict[str, Any]):
+    assert set(report["compilations"].values()) == {1}, report["compilations"]
 
 
 def test_every_variant_has_a_name(assembled: dict[str, dict[str, Any]]):

@@ -75,30 +75,40 @@ class Launch:
         self._options = {"num_warps": constants.pop("num_warps")}
         assert [*constants, "UNIT"] == kernel.constants, f"constants of {kernel.name}"
         self._constants = tuple(constants.values())
-        self._device = next(x.device for x in tensors if x is not None)
+        device = next(x.device for x in tensors if x is not None)
+        self._device = device.index if device.type == "cuda" else None
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
-        self._keys = {unit: (self._device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
+        self._keys = {unit: (device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
+        self._compiled: dict[int, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *numbers: float) -> None:
         """`tensors` by pointer, of the layout this was made for; `numbers` are the kernel's last ones."""
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+        if self._device is not None and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(tensors, *numbers)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         unit = self._unit
-        if unit > 1 and any((pointers[i] or 0) % 16 for i in self._kernel.vectors):
-            unit = 1
+        for i in self._kernel.vectors:
+            if (pointers[i] or 0) & 15:
+                unit = 1
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
-        compiled = self._kernel.compiled.get(self._keys[unit])
+        compiled = self._compiled.get(unit) or self._find(unit)
         if compiled is None or _profiled():
-            with ONE_AT_A_TIME:
-                compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
-            if DIRECT:
-                self._kernel.compiled[self._keys[unit]] = compiled
-            return None
-        stream = triton.runtime.driver.active.get_current_stream(self._device.index)
+            return self._launch(tensors, arguments, unit)
+        stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *arguments)
         return None
+
+    def _find(self, unit: int) -> Any:
+        """The compiled form, if some layout with these dtypes and constants has launched it before."""
+        compiled = self._compiled[unit] = self._kernel.compiled.get(self._keys[unit])
+        return compiled
+
+    def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
+        with ONE_AT_A_TIME:
+            compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
+        if DIRECT:
+            self._kernel.compiled[self._keys[unit]] = compiled
 
 
 def _profiled() -> bool:
