@@ -68,11 +68,11 @@ class Launch:
     def __init__(
         self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any
     ):
-        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and `num_warps`."""
+        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and Triton's options."""
         self._kernel, self._programs = kernel, programs
         self._unit = UNIT if all(stride % UNIT == 0 for stride in strides) else 1
         self._numbers = {unit: (*[stride // unit for stride in strides], *numbers) for unit in (UNIT, 1)}
-        self._options = {"num_warps": constants.pop("num_warps")}
+        self._options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
         assert [*constants, "UNIT"] == kernel.constants, f"constants of {kernel.name}"
         self._constants = tuple(constants.values())
         device = next(x.device for x in tensors if x is not None)
