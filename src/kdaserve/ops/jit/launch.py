@@ -11,9 +11,10 @@ through its compiled form instead; elsewhere, in the interpreter, and while a pr
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,8 @@ from kdaserve.ops.jit import math
 INTERPRETED = not isinstance(math.sigmoid, JITFunction)
 """Whether kernels run in Triton's interpreter: `TRITON_INTERPRET=1` was set when triton was imported."""
 DIRECT = not INTERPRETED and triton.__version__.startswith("3.6.") and torch.version.hip is None
+ONE_AT_A_TIME: contextlib.AbstractContextManager = threading.Lock() if INTERPRETED else contextlib.nullcontext()
+"""The interpreter puts its own functions into `triton.language` while a kernel runs."""
 UNIT = 8
 """Elements that strides are multiples of in the form with vector loads; 16 bytes of the narrowest dtype."""
 
@@ -62,45 +65,56 @@ def kernel(*vectors: str) -> Callable[[Callable], Kernel]:
 class Launch:
     """A kernel with all that follows from the layout of a call's tensors; called with the tensors and what else changes."""
 
-    def __init__(self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any):
-        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and Triton's
-        `num_warps` and `num_stages`."""
+    def __init__(
+        self, kernel: Kernel, programs: int, tensors: Sequence[Tensor | None], strides: Sequence[int], numbers: Sequence[int], **constants: Any
+    ):
+        """`strides` in elements; `numbers` come before those of the calls; `constants` are the kernel's but `UNIT`, and Triton's options."""
         self._kernel, self._programs = kernel, programs
         self._unit = UNIT if all(stride % UNIT == 0 for stride in strides) else 1
         self._numbers = {unit: (*[stride // unit for stride in strides], *numbers) for unit in (UNIT, 1)}
-        self._options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
+        self._options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
         assert [*constants, "UNIT"] == kernel.constants, f"constants of {kernel.name}"
         self._constants = tuple(constants.values())
-        self._device = next(x.device for x in tensors if x is not None)
+        device = next(x.device for x in tensors if x is not None)
+        self._device = device.index if device.type == "cuda" else None
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
-        self._keys = {unit: (self._device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
+        self._keys = {unit: (device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
+        self._compiled: dict[int, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *numbers: float) -> None:
         """`tensors` by pointer, of the layout this was made for; `numbers` are the kernel's last ones."""
-        if self._device.type == "cuda" and self._device.index != torch.cuda.current_device():
+        if self._device is not None and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(tensors, *numbers)
         pointers = [None if x is None else x.data_ptr() for x in tensors]
         unit = self._unit
-        if unit > 1 and any((pointers[i] or 0) % 16 for i in self._kernel.vectors):
-            unit = 1
+        for i in self._kernel.vectors:
+            if (pointers[i] or 0) & 15:
+                unit = 1
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
-        compiled = self._kernel.compiled.get(self._keys[unit])
+        compiled = self._compiled.get(unit) or self._find(unit)
         if compiled is None or _profiled():
-            with _quiet():
-                compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
-            if DIRECT:
-                self._kernel.compiled[self._keys[unit]] = compiled
-            return None
-        stream = triton.runtime.driver.active.get_current_stream(self._device.index)
+            return self._launch(tensors, arguments, unit)
+        stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *arguments)
         return None
 
+    def _find(self, unit: int) -> Any:
+        """The compiled form, if some layout with these dtypes and constants has launched it before."""
+        compiled = self._compiled[unit] = self._kernel.compiled.get(self._keys[unit])
+        return compiled
 
-def _quiet() -> AbstractContextManager:
+    def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
+        with ONE_AT_A_TIME, _quiet():
+            compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
+        if DIRECT:
+            self._kernel.compiled[self._keys[unit]] = compiled
+
+
+def _quiet() -> contextlib.AbstractContextManager:
     """The interpreter computes in numpy, which warns of what a GPU does without a word: infinities where a kernel masks them."""
     if not INTERPRETED:
-        return nullcontext()
+        return contextlib.nullcontext()
     import numpy as np
 
     return np.errstate(over="ignore", invalid="ignore")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -146,13 +145,13 @@ def recurrent_kda_kernel(
     b_v = tl.load(p_v, mask=m_v & (length > 0), other=0.0)
     b_beta = tl.load(p_beta, mask=length > 0, other=0.0)
     chunks = (length + 63) // 64
-    for i_c in range(0, chunks):
+    for i_c in range(chunks):
         if p_h is not None:
             tl.store(p_h + o_S, b_S.to(p_h.dtype.element_ty), mask=m_S)
             p_h += HV * V * K
         i_snapshot = save_states(b_S, i_c, i_snapshot, i_track, i_n, o_S, m_S, p_pool, pool_s * UNIT, p_track, p_sequence, p_tokens, p_slot, M)
         left = length - i_c * 64
-        for i_t in range(0, tl.minimum(left, 64)):
+        for i_t in range(tl.minimum(left, 64)):
             b_qt = b_q.to(tl.float32)
             b_kt = b_k.to(tl.float32)
             b_vt = b_v.to(tl.float32)
@@ -206,7 +205,14 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         dense(call.track_chunk_idx),
         *(snapshots or (None, None, None)),
     )
-    key = (recurrent_kda_kernel, gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, snapshots and tuple(x.dtype for x in snapshots))
+    key = (
+        recurrent_kda_kernel,
+        gate_name(call),
+        call.use_qk_l2norm_in_kernel,
+        call.beta_is_raw,
+        h is None,
+        snapshots and tuple(x.dtype for x in snapshots),
+    )
     launch = call.layout.prepared.get(key)
     if launch is None:
         launch = call.layout.prepared[key] = _prepare(call, tensors)

@@ -1,0 +1,106 @@
+"""Compiles kernels for Hopper on any machine and prints, as JSON, what the assembler says of each; `test_triton_compile.py` runs it.
+
+Compiling needs a process in which triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from kdaserve.ops.jit.launch import UNIT, Kernel
+from kdaserve.ops.packed_decode_kda.triton import TILES, packed_decode_kda_kernel
+from kdaserve.ops.recurrent_kda.triton import PADDING, ROWS, recurrent_kda_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+INTEGERS = ("index", "cu_seqlens", "chunk_offsets", "track_chunk", "sequence", "tokens", "slot")
+HEADS = {"H": 12, "HV": 12, "K": 128, "V": 128, "BK": 128}
+STATES = ("p_h", "p_chunk_offsets", "p_track", "p_track_chunk", "p_sequence", "p_tokens", "p_slot")
+
+
+def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", unit: int = UNIT, warps: int = 1, **constants: Any) -> dict[str, Any]:
+    """Registers, stack bytes and instructions of a kernel at bf16 inputs; `absent` names the tensors that are not given."""
+    form = kernel.forms[unit]
+    values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
+    types = {"p_pool": pool, "p_A_log": "fp32", "p_dt_bias": "fp32", "p_track": "fp32", **{f"p_{name}": "i32" for name in INTEGERS}}
+    signature, aligned = {}, {}
+    for i, parameter in enumerate(form.params):
+        name = parameter.name
+        if name in values:
+            signature[name] = "constexpr"
+        elif name in kernel.pointers:
+            signature[name] = "*" + types.get(name, "bf16")
+            if not parameter.do_not_specialize_on_alignment:
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = parameter.annotation_type
+    names = [parameter.name for parameter in form.params]
+    source = ASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(compiled.asm["cubin"])
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", path], capture_output=True, text=True, check=True)
+        sass = subprocess.run([TOOLS / "nvdisasm", "-c", path], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    assert found, usage
+    counts = collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", sass))
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared, "instructions": counts}
+
+
+def decode(pool: str, rows: int, warps: int = 1, gate: str = "bounded", unit: int = UNIT) -> dict[str, Any]:
+    return build(packed_decode_kda_kernel, pool=pool, unit=unit, warps=warps, **HEADS, BV=rows, GATE=gate, L2NORM=True)
+
+
+def recurrent(pool: str, gate: str = "bounded", states: bool = False, unit: int = UNIT) -> dict[str, Any]:
+    constants = {**HEADS, "BV": ROWS, "PADDING": PADDING, "GATE": gate, "L2NORM": True, "BETA_RAW": True}
+    return build(recurrent_kda_kernel, absent=() if states else STATES, pool=pool, unit=unit, **constants)
+
+
+VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{f"decode-fp32-{fp32.rows}": functools.partial(decode, "fp32", fp32.rows, fp32.warps) for _, fp32, _ in TILES},
+    **{f"decode-bf16-{short.rows}": functools.partial(decode, "bf16", short.rows, short.warps) for _, _, short in TILES},
+    "decode-fp32-softplus": functools.partial(decode, "fp32", 8, gate="softplus"),
+    "decode-fp32-any-memory": functools.partial(decode, "fp32", 8, unit=1),
+    "recurrent-fp32": functools.partial(recurrent, "fp32"),
+    "recurrent-bf16": functools.partial(recurrent, "bf16"),
+    "recurrent-fp32-softplus-states": functools.partial(recurrent, "fp32", "softplus", True),
+    "recurrent-fp32-any-memory": functools.partial(recurrent, "fp32", unit=1),
+}
+
+KERNELS = (packed_decode_kda_kernel, recurrent_kda_kernel)
+
+
+def compilations(kernel: Kernel, unit: int) -> int:
+    """How often Triton would compile one form for numbers from 0 to beyond 32 bits and, with `unit` 1, for memory aligned and not."""
+    form = kernel.forms[unit]
+    types = create_function_from_signature(form.signature, form.params, make_backend(HOPPER))
+    constants = [16] * (len(kernel.constants) - 1) + [unit]
+    found = set()
+    for number in (0, 1, 3, 8, 16, 2**33):
+        for offset in (0,) if unit > 1 else (0, 1):
+            tensor = torch.zeros(16)[offset:]
+            numbers = [float(number) if p.annotation_type == "fp32" else number for p in form.params if p.name in kernel.numbers]
+            found.add(str(types(*[tensor] * len(kernel.pointers), *numbers, *constants)[1]))
+    return len(found)
+
+
+if __name__ == "__main__":
+    variants = {name: VARIANTS[name]() for name in sys.argv[1:] or VARIANTS}
+    counts = {f"{kernel.name}, UNIT {unit}": compilations(kernel, unit) for kernel in KERNELS for unit in kernel.forms}
+    print(json.dumps({"variants": variants, "compilations": counts}))
