@@ -223,6 +223,11 @@ def _targets(fits: Callable[[dispatch.Backend, str], bool] = lambda b, device: T
     return [pytest.param(Target(b.name, d), id=f"{b.name}-{d}", marks=marks[d]) for d in marks for b in rows if d in b.devices and fits(b, d)]
 
 
+def serving_targets(device: str) -> list[Target]:
+    """Every backend on a device whose calls a CUDA graph can record there, or could on a GPU."""
+    return [param.values[0] for param in _targets(lambda b, d: d == device and (b.name, "cuda") not in NOT_CAPTURABLE)]
+
+
 @pytest.fixture(scope="session", params=_targets())
 def target(request: pytest.FixtureRequest) -> Target:
     """Every backend on every device where it can run."""
@@ -241,7 +246,7 @@ def bitwise_target(request: pytest.FixtureRequest) -> Target:
     return request.param
 
 
-@pytest.fixture(scope="session", params=_targets(lambda b, device: device == "cuda" and (b.name, device) not in NOT_CAPTURABLE))
+@pytest.fixture(scope="session", params=[pytest.param(target, id=str(target), marks=pytest.mark.gpu) for target in serving_targets("cuda")])
 def serving_target(request: pytest.FixtureRequest) -> Target:
     """Every backend that an engine can serve with on a GPU, inside CUDA graphs."""
     return request.param

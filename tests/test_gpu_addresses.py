@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,12 @@ BEYOND = 2**31
 ENDS = [70, 130]
 """Tokens of the sequences that are compared, one at each end of what is large."""
 WIDE = {"heads": 128, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
+ROWS, REQUESTS, CHUNKS = 2**17 + 200, 43_700, 1028
+"""With `WIDE` just enough for q, `mixed_qkv` and `h`."""
+STRIDE = BEYOND + 512
+POOLED = {"heads": 12, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
+POOLS = [(torch.float32, 10_924), (torch.bfloat16, 21_848)]
+"""With `POOLED` the last slot starts past 2^31 elements, and past 2^32."""
 
 
 @pytest.fixture(autouse=True)
@@ -58,13 +63,10 @@ def check_ends(target: Target, op: str, call: Call, found: dict[str, Tensor], he
 # Pools
 
 
-@pytest.mark.parametrize(
-    ("pool_dtype", "slots", "far"), [(torch.float32, 10_924, 10_923), (torch.bfloat16, 21_848, 21_847)], ids=["2^31 fp32", "2^32 bf16"]
-)
-def test_slots_far_apart(serving_target: Target, every_op: str, pool_dtype: torch.dtype, slots: int, far: int, sizes: Any = (12, 128)):
+@pytest.mark.parametrize(("pool_dtype", "slots"), POOLS, ids=str)
+def test_slots_far_apart(serving_target: Target, every_op: str, pool_dtype: torch.dtype, slots: int):
     """Slot 0 and the last; at 32 bits the last would start before the pool, or inside slot 0."""
-    heads, D = sizes
-    made = {"heads": heads, "k_dim": D, "v_dim": D, "dtype": torch.bfloat16, "pool_dtype": pool_dtype, "device": serving_target.device, "slots": 2}
+    far, made = slots - 1, {**POOLED, "pool_dtype": pool_dtype, "device": serving_target.device, "slots": 2}
     call = decode_inputs(2, **made) if every_op == DECODE else prefill_inputs(ENDS, **made)
     index = "ssm_state_indices" if every_op == DECODE else "initial_state_indices"
     call[index] = torch.tensor([0, 1], dtype=torch.int32, device=serving_target.device)
@@ -73,7 +75,7 @@ def test_slots_far_apart(serving_target: Target, every_op: str, pool_dtype: torc
         serving_target.check_decode(small)
     else:
         serving_target.check_prefill(every_op, small)
-    pool = poisoned(slots, heads, D, D, like=call["initial_state"])
+    pool = poisoned(slots, *call["initial_state"].shape[1:], like=call["initial_state"])
     pool[[0, far]] = call["initial_state"]
     call |= {"initial_state": pool, index: torch.tensor([0, far], dtype=torch.int32, device=serving_target.device)}
     plain = serving_target.run(every_op, {**small, "initial_state": pool[[0, far]]})
@@ -87,23 +89,23 @@ def test_slots_far_apart(serving_target: Target, every_op: str, pool_dtype: torc
 # Tokens
 
 
-def test_packed_tokens(serving_target: Target, op: str, sizes: Any = None, rows: int = 2**17 + 200):
+def test_packed_tokens(serving_target: Target, op: str):
     """A sequence at each end of q, k, v, g and the output of 2^31 elements; NaN in those between, which store no state."""
-    sizes, device = sizes or WIDE, serving_target.device
-    ends = prefill_inputs(ENDS, beta_is_raw=True, slots=3, device=device, **sizes)
-    between = rows - sum(ENDS)
+    device = serving_target.device
+    ends = prefill_inputs(ENDS, beta_is_raw=True, slots=3, device=device, **WIDE)
+    between = ROWS - sum(ENDS)
     middle = [2048] * (between // 2048) + [between % 2048]
     lengths = [ENDS[0], *middle, ENDS[1]]
     call = dict(ends)
     for name in DATA:
-        call[name] = poisoned(1, rows, *ends[name].shape[2:], like=ends[name])
+        call[name] = poisoned(1, ROWS, *ends[name].shape[2:], like=ends[name])
         call[name][:, : ENDS[0]] = ends[name][:, : ENDS[0]]
         call[name][:, -ENDS[1] :] = ends[name][:, ENDS[0] :]
     slots = ends["initial_state_indices"].tolist()
     call["cu_seqlens"] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     call["initial_state_indices"] = torch.tensor([slots[0], *[-1] * len(middle), slots[1]], dtype=torch.int32, device=device)
     call["initial_state"] = ends["initial_state"].clone()
-    assert sizes is not WIDE or call["q"].numel() > BEYOND
+    assert call["q"].numel() > BEYOND
     o = serving_target.run(op, call)
     assert every_element(o[0, ENDS[0] : -ENDS[1]], torch.isnan, 8192), "output of the sequences between"
     found = {"output": torch.cat([o[:, : ENDS[0]], o[:, -ENDS[1] :]], 1), "initial_state": call["initial_state"]}
@@ -111,19 +113,19 @@ def test_packed_tokens(serving_target: Target, op: str, sizes: Any = None, rows:
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
-def test_batches_far_apart(serving_target: Target, op: str, offset: int, stride: int = BEYOND + 512):
+def test_batches_far_apart(serving_target: Target, op: str, offset: int):
     """q, k, v, g and beta as columns of one buffer, the rows of each batch more than 2^31 elements behind those before."""
     batch, length, D = 3, 70, 64
     plain = prefill_inputs([length] * batch, batched=True, heads=2, k_dim=D, v_dim=D, dtype=torch.bfloat16, device=serving_target.device)
     expected = results(serving_target, op, plain)
     size = plain["q"][0].numel()
-    buffer = poisoned((batch - 1) * stride + 5 * size + offset, like=plain["q"])
-    out = poisoned((batch - 1) * stride + size + offset, like=plain["q"])
+    buffer = poisoned((batch - 1) * STRIDE + 5 * size + offset, like=plain["q"])
+    out = poisoned((batch - 1) * STRIDE + size + offset, like=plain["q"])
     call = dict(plain)
     for i, name in enumerate(DATA):
-        call[name] = buffer.as_strided(plain[name].shape, (stride, *plain[name].stride()[1:]), i * size + offset)
+        call[name] = buffer.as_strided(plain[name].shape, (STRIDE, *plain[name].stride()[1:]), i * size + offset)
         call[name].copy_(plain[name])
-    call["out"] = out.as_strided(plain["v"].shape, (stride, *plain["v"].stride()[1:]), offset)
+    call["out"] = out.as_strided(plain["v"].shape, (STRIDE, *plain["v"].stride()[1:]), offset)
     call["initial_state"] = plain["initial_state"].clone()
     serving_target.run(op, call)
     if offset == 0:
@@ -136,18 +138,18 @@ def test_batches_far_apart(serving_target: Target, op: str, offset: int, stride:
     assert every_element(out, torch.isnan, 2**28), "elements around `out`"
 
 
-def test_requests(serving_target: Target, sizes: Any = None, batch: int = 43_700):
+def test_requests(serving_target: Target):
     """`mixed_qkv` of more than 2^31 elements; all requests but the first and the last are padding, and NaN."""
-    sizes, device = sizes or WIDE, serving_target.device
-    ends = decode_inputs(2, slots=3, device=device, **sizes)
+    device = serving_target.device
+    ends = decode_inputs(2, slots=3, device=device, **WIDE)
     call = dict(ends)
     for name in ("mixed_qkv", "a", "b", "out"):
-        call[name] = poisoned(batch, *ends[name].shape[1:], like=ends[name])
+        call[name] = poisoned(REQUESTS, *ends[name].shape[1:], like=ends[name])
         call[name][[0, -1]] = ends[name]
-    call["ssm_state_indices"] = torch.full((batch,), -1, dtype=torch.int32, device=device)
+    call["ssm_state_indices"] = torch.full((REQUESTS,), -1, dtype=torch.int32, device=device)
     call["ssm_state_indices"][[0, -1]] = ends["ssm_state_indices"]
     call["initial_state"] = ends["initial_state"].clone()
-    assert sizes is not WIDE or call["mixed_qkv"].numel() > BEYOND
+    assert call["mixed_qkv"].numel() > BEYOND
     serving_target.run(DECODE, call)
     serving_target.check_decode(ends)
     assert_same_bits(call["out"][[0, -1]], ends["out"], "output of the first and the last request")
@@ -158,11 +160,11 @@ def test_requests(serving_target: Target, sizes: Any = None, batch: int = 43_700
 # States
 
 
-def test_h(serving_target: Target, op: str, sizes: Any = None, chunks: int = 1028):
+def test_h(serving_target: Target, op: str):
     """`h` of more than 2^31 elements, from as many sequences of one token; all but the first and the last are padding and start from zero."""
-    sizes, device = sizes or WIDE, serving_target.device
-    ends = prefill_inputs(ENDS, slots=3, device=device, **sizes)
-    middle = chunks - sum(-(-length // 64) for length in ENDS)
+    device = serving_target.device
+    ends = prefill_inputs(ENDS, slots=3, device=device, **WIDE)
+    middle = CHUNKS - sum(-(-length // 64) for length in ENDS)
     call = dict(ends)
     for name in DATA:
         between = torch.zeros(1, middle, *ends[name].shape[2:], dtype=ends[name].dtype, device=device)
@@ -172,7 +174,7 @@ def test_h(serving_target: Target, op: str, sizes: Any = None, chunks: int = 102
     call["initial_state_indices"] = torch.tensor([slots[0], *[-1] * middle, slots[1]], dtype=torch.int32, device=device)
     call |= {"initial_state": ends["initial_state"].clone(), "output_intermediate_states": True}
     o, h = serving_target.run(op, call)
-    assert sizes is not WIDE or h.numel() > BEYOND
+    assert h.numel() > BEYOND
     assert every_element(h[0, 2:-3], lambda x: x == 0, 256), "h of the sequences between"
     found = {"output": torch.cat([o[:, : ENDS[0]], o[:, -ENDS[1] :]], 1), "initial_state": call["initial_state"]}
     found["h"] = torch.cat([h[:, :2], h[:, -3:]], 1)
