@@ -37,11 +37,26 @@ def operands(inputs: torch.dtype, normed: bool) -> Operands:
     return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, 3)
 
 
-PREPARE_SLICE = 16
-PREPARE_WARPS = 2
-PREPARE_STAGES = 3
-"""Channels that `prepare` works on together, and slices in flight. On 8192 tokens of 64 heads slices of 16 take 0.495 ms, of 32 0.577 ms; without
-slices in flight 0.644 ms. Four warps take twice as long: a tile of 32 rows is too small for them, and they repeat each other's work."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepare:
+    """A form of the prepare kernel.
+
+    Attributes:
+        slice: channels worked on together.
+        warps: of a program.
+        stages: slices in flight.
+    """
+
+    slice: int
+    warps: int
+    stages: int
+
+
+PREPARE = Prepare(16, 2, 3)
+"""8192 tokens of 64 heads take 0.495 ms; with slices of 32 0.577 ms, without slices in flight 0.644 ms. Four warps take twice as long: a tile of 32
+rows is too small for them, and they repeat each other's work."""
+PREPARE_WIDE = Prepare(64, 4, 1)
+"""For the few chunks whose decay is too wide: few programs, so the time of one counts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
