@@ -68,10 +68,15 @@ ROUNDINGS = 2.0
 """A stored result may be off by this many times the error of rounding the expected result to its dtype."""
 
 LOW = (torch.float32, torch.bfloat16, torch.float16)
+FP32 = Tolerance(3e-5, 1e-3, 3e-5)
+"""Arithmetic in float32; in Triton's interpreter whatever the inputs are."""
 TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     **{("reference", dtype): Tolerance(1e-12, 1e-10, 1e-6) for dtype in (*LOW, torch.float64)},
-    **{("torch", dtype): Tolerance(3e-5, 1e-3, 3e-5) for dtype in LOW},
-    **{("triton", dtype): Tolerance(3e-5, 1e-3, 3e-5) for dtype in LOW},
+    **{("torch", dtype): FP32 for dtype in LOW},
+    ("triton", torch.float32): FP32,
+    # Operands of products have 11 and 8 bits: 1.9e-3 and 3.7e-3 on usual inputs, up to 9e-3 where the output of one token is a small difference.
+    ("triton", torch.float16): FP32 if dispatch.INTERPRETED else Tolerance(4e-3, 1e-2, 4e-3),
+    ("triton", torch.bfloat16): FP32 if dispatch.INTERPRETED else Tolerance(1e-2, 2e-2, 1e-2),
     ("torch", torch.float64): Tolerance(1e-12, 1e-10, 1e-6),
 }
 """By backend and dtype of the inputs."""
@@ -204,7 +209,7 @@ def _targets(fits: Callable[[dispatch.Backend, str], bool] = lambda b, device: T
     available = {status.name for status in kdaserve.backends() if status.available}
     rows = [b for b in dispatch.BACKENDS if b.name in available]
     marks = {"cpu": (), "cuda": (pytest.mark.gpu,)}
-    return [pytest.param(Target(b.name, d), id=f"{b.name}-{d}", marks=marks[d]) for d in marks for b in rows if d in b.devices and fits(b, d)]
+    return [pytest.param(Target(b.name, d), id=f"{b.name}-{d}", marks=marks[d]) for d in marks for b in rows if d in b.devices_here and fits(b, d)]
 
 
 @pytest.fixture(scope="session", params=_targets())
