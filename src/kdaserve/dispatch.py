@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ class Backend:
     name: str
     role: str
     module: str
-    """Module of an op, with ``{op}`` to fill in; it has ``run(call)``."""
+    """Module of an op, with ``{op}`` to fill in; it has ``run(call)`` and, where something compiles, what `ops.forms` describes."""
     automatic: tuple[str, ...]
     """Devices on which ``backend="auto"`` may pick it."""
     devices: tuple[str, ...]
@@ -31,6 +32,10 @@ class Backend:
     gradients: bool
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
+
+    def implementation(self, op: str) -> ModuleType:
+        """Its module of an op, imported when first asked for."""
+        return _module(self.module.format(op=op))
 
     def refusal(self, call: CheckedCall) -> dict[str, str] | None:
         """None when it takes the call, else what is required, supported and missing."""
@@ -54,6 +59,8 @@ class Backend:
             "missing": ", ".join(missing),
         }
 
+
+_module = functools.cache(importlib.import_module)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
@@ -173,14 +180,11 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     return found
 
 
-_module = functools.cache(importlib.import_module)
-
-
 def execute(call: CheckedCall, name: str) -> Any:
     """Runs `call` on the backend that `choose` gives; anything it raises that is not ours, nor want of memory, becomes KDA501."""
     backend = choose(call, name)
     device = call.layout.device_type
-    run = _module(backend.module.format(op=call.op)).run
+    run = backend.implementation(call.op).run
     try:
         if torch.is_autocast_enabled(device):  # S12: it would round the state's arithmetic
             with torch.autocast(device, enabled=False):
