@@ -31,7 +31,15 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         return out.zero_(), h
     o = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     bounded = call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
-    key = (Launches, bounded, gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, snapshots and tuple(x.dtype for x in snapshots))
+    key = (
+        Launches,
+        bounded,
+        gate_name(call),
+        call.use_qk_l2norm_in_kernel,
+        call.beta_is_raw,
+        h is None,
+        snapshots and tuple(x.dtype for x in snapshots),
+    )
     launches = call.layout.prepared.get(key)
     if launches is None:
         launches = call.layout.prepared[key] = Launches(call, o, h, snapshots, bounded)
