@@ -74,12 +74,17 @@ def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int
     """
     forms = [form for form in CHAINS if form.slice <= padded(V)]
     form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
-    while form.stages > 1 and _shared(form, padded(K), element, saves) > shared:
+    return fitting(form, padded(K), element, saves, shared)
+
+
+def fitting(form: Chain, BK: int, element: int, saves: bool, shared: int) -> Chain:
+    """`form` with as many chunks in flight as `shared` bytes hold, but one at least."""
+    while form.stages > 1 and shared_bytes(form, BK, element, saves) > shared:
         form = dataclasses.replace(form, stages=form.stages - 1)
     return form
 
 
-def _shared(form: Chain, BK: int, element: int, saves: bool) -> int:
+def shared_bytes(form: Chain, BK: int, element: int, saves: bool) -> int:
     """Bytes of shared memory of a program, as Triton lays it out: chunks in flight; state and v' on their way into a product; a state to save."""
     flight = form.stages * (CHUNK * (3 * BK + 2 * CHUNK) * element + 4 * BK)
     return flight + (0 if form.transposed else form.slice * (BK + 3 * CHUNK) * element) + (form.slice * BK * 4 if saves else 0)
