@@ -83,12 +83,13 @@ def recurrent(pool: str, gate: str = "bounded", states: bool = False, unit: int 
 
 def prepare(wide: str, unit: int = UNIT) -> dict[str, Any]:
     operands = config.operands(torch.bfloat16, True)
+    form = config.PREPARE_WIDE if wide == "only" else config.PREPARE
     constants = {
-        "K": 128, "V": 128, "BK": 128, "BV": 128, "BS": config.PREPARE_SLICE, "GATE": "bounded" if wide == "never" else "softplus",
+        "K": 128, "V": 128, "BK": 128, "BV": 128, "BS": form.slice, "GATE": "bounded" if wide == "never" else "softplus",
         "L2NORM": True, "BETA_RAW": True, "WIDE": wide, "PARTS": operands.parts, "OP": TL[operands.dtype], "PRECISION": operands.precision,
-        "MERGE": TL[operands.merge], "num_stages": config.PREPARE_STAGES,
+        "MERGE": TL[operands.merge], "num_stages": form.stages,
     }  # fmt: skip
-    return build(prepare_kernel, unit=unit, warps=config.PREPARE_WARPS, **constants)
+    return build(prepare_kernel, unit=unit, warps=form.warps, **constants)
 
 
 def chain(form: config.Chain, saves: bool = False, unit: int = UNIT) -> dict[str, Any]:

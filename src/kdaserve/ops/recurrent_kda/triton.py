@@ -174,7 +174,7 @@ def recurrent_kda_kernel(
             if p_dt_bias is not None:
                 b_g += b_bias
             b_g = log2_decay(b_g, a, lower_bound, GATE)
-            b_S, b_o = token(b_S, b_qt, b_kt, b_vt, b_g, beta, scale, L2NORM)
+            b_S, b_o = token(b_S, b_qt, b_kt, b_vt, b_g, beta, scale, L2NORM, KEPT=True)
             tl.store(p_out, b_o.to(p_out.dtype.element_ty), mask=m_v)
             p_out += out_t
     save_states(b_S, chunks, i_snapshot, i_track, i_n, o_S, m_S, p_pool, pool_s * UNIT, p_track, p_sequence, p_tokens, p_slot, M)

@@ -83,15 +83,15 @@ class Launches:
         qkg = strides(call.q, 3) + strides(call.k, 3) + strides(call.g, 3)
         shared = {"OP": TL[form.dtype], "PRECISION": form.precision}
 
-        def prepare(wide: str) -> Launch:
+        def prepare(wide: str, kernel: config.Prepare) -> Launch:
             return Launch(
                 prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T, H, HV),
-                K=K, V=V, BK=BK, BV=BV, BS=min(config.PREPARE_SLICE, BK),
+                K=K, V=V, BK=BK, BV=BV, BS=min(kernel.slice, BK),
                 GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
-                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=config.PREPARE_WARPS, num_stages=config.PREPARE_STAGES,
+                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=kernel.warps, num_stages=kernel.stages,
             )  # fmt: skip
 
-        self._prepares = [prepare("never")] if bounded else [prepare("marked"), prepare("only")]
+        self._prepares = [prepare("never", config.PREPARE)] if bounded else [prepare("marked", config.PREPARE), prepare("only", config.PREPARE_WIDE)]
         chain = _chain(call, N)
         track = (0,) if call.track_state is None else strides(call.track_state, 1)
         self._chain = Launch(

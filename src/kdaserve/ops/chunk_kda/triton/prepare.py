@@ -1,7 +1,7 @@
 """Prefill, first kernel: what a chunk can compute without knowing the state it starts from. One program a chunk and head.
 
 A chunk of 64 tokens is two halves of 32. Two tokens of one half meet at the half's middle: the row's factor is exp2 of the log decay between
-the middle and the row, the column's the reverse. Both stay within 2 ** +-120 while no 16 tokens decay by more than that; for the bounded gate with
+the middle and the row, the column's the reverse. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
 lower_bound >= -5 this always holds. Tokens of different halves meet at the boundary, where both factors are <= 1.
 
 Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them. A token's log decay g enters all of them as
@@ -16,8 +16,8 @@ from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
 
 HALF = tl.constexpr(32)
-WIDEST = tl.constexpr(120.0)
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 120 times any normed key."""
+WIDEST = tl.constexpr(124.0)
+"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 124 times any normed key."""
 
 
 @triton.jit
