@@ -226,7 +226,7 @@ def test_ops_and_what_goes_with_them_have_examples() -> None:
 # Imports flow one way
 
 LAYERS = (
-    *("errors", "memory", "guards", "contract", "schedule", "plan", "snapshots", "dispatch", "values", "ops", "calls", "pool"),
+    *("errors", "memory", "guards", "contract", "schedule", "plan", "snapshots", "dispatch", "values", "ops", "calls", "pool", "warm"),
     *("", "nn", "testing", "demo", "bench", "cli", "__main__"),
 )
 """From the bottom up, the package itself as an empty name: a module imports from its own layer and from those before it."""

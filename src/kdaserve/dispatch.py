@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Backend:
     name: str
     role: str
     module: str
-    """Module of an op, with ``{op}`` to fill in; it has ``run(call)``."""
+    """Module of an op, with ``{op}`` to fill in; it has ``run(call)`` and, where something compiles, what `ops.forms` describes."""
     automatic: tuple[str, ...]
     """Devices on which ``backend="auto"`` may pick it."""
     devices: tuple[str, ...]
@@ -42,6 +43,10 @@ class Backend:
     def devices_here(self) -> tuple[str, ...]:
         """The devices that it takes in this process."""
         return ("cpu",) if self.in_triton and INTERPRETED else self.devices
+
+    def implementation(self, op: str) -> ModuleType:
+        """Its module of an op, imported when first asked for."""
+        return _module(self.module.format(op=op))
 
     def refusal(self, call: CheckedCall) -> dict[str, str] | None:
         """None when it takes the call, else what is required, supported and missing."""
@@ -64,6 +69,9 @@ class Backend:
             "supported": supported,
             "missing": ", ".join(missing),
         }
+
+
+_module = functools.cache(importlib.import_module)
 
 
 @functools.cache
@@ -183,14 +191,11 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     return found
 
 
-_module = functools.cache(importlib.import_module)
-
-
 def execute(call: CheckedCall, name: str) -> Any:
     """Runs `call` on the backend that `choose` gives; anything it raises that is not ours, nor want of memory, becomes KDA501."""
     backend = choose(call, name)
     device = call.layout.device_type
-    run = _module(backend.module.format(op=call.op)).run
+    run = backend.implementation(call.op).run
     try:
         if torch.is_autocast_enabled(device):  # S12: it would round the state's arithmetic
             with torch.autocast(device, enabled=False):

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kdaserve.ops.decode import DecodeCall
+from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 
@@ -116,6 +117,18 @@ def run(call: DecodeCall) -> None:
     launch(tensors, call.scale, call.lower_bound or 0.0)
 
 
+def forms(call: DecodeCall) -> list[Form]:
+    """See `kdaserve.ops.forms`."""
+    HV, itemsize = call.sizes["HV"], call.initial_state.element_size()
+    candidates = [1, *(most // HV + 1 for most, _, _ in TILES[:-1])]
+    return in_any_memory({tile(B * HV, itemsize): B for B in reversed(candidates)}.values())
+
+
+def compiled() -> int:
+    """See `kdaserve.ops.forms`."""
+    return len(packed_decode_kda_kernel.compiled)
+
+
 def tile(pairs: int, itemsize: int) -> Tile:
     """How to cut the states of so many (request, head) pairs, of elements of `itemsize` bytes."""
     fp32, short = next(tiles for most, *tiles in TILES if pairs <= most)
@@ -125,7 +138,8 @@ def tile(pairs: int, itemsize: int) -> Tile:
 def _prepare(call: DecodeCall, tensors: tuple[torch.Tensor | None, ...], chosen: Tile | None = None) -> Launch:
     B, H, HV, K, V = (call.sizes[s] for s in ("B", "H", "HV", "K", "V"))
     BK = padded(K)
-    chosen = chosen or tile(B * HV, call.initial_state.element_size())
+    # An empty batch compiles as one request does, so that it needs no form of its own.
+    chosen = chosen or tile(max(B, 1) * HV, call.initial_state.element_size())
     BV = min(max(chosen.rows * 128 // BK, 1), padded(V))
     rows = strides(call.mixed_qkv, 1) + strides(call.a, 1) + strides(call.initial_state, 1)
     return Launch(

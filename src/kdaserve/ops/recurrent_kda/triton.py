@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 from kdaserve.ops.jit.states import save_snapshots, save_states
@@ -218,6 +219,16 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         launch = call.layout.prepared[key] = _prepare(call, tensors)
     launch(tensors, 0 if snapshots is None else len(snapshots[0]), call.scale, call.lower_bound or 0.0)
     return out, h
+
+
+def forms(call: PrefillCall) -> list[Form]:
+    """See `kdaserve.ops.forms`."""
+    return in_any_memory([1])
+
+
+def compiled() -> int:
+    """See `kdaserve.ops.forms`."""
+    return len(recurrent_kda_kernel.compiled)
 
 
 def _prepare(call: PrefillCall, tensors: tuple[Tensor | None, ...]) -> Launch:
