@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -33,6 +34,26 @@ def pytest_configure() -> None:
     """Nearly all tensors here are tiny: a second thread only waits, and on a busy machine waits long. `threads` gives more."""
     torch.set_num_threads(1)
     _round_in_the_interpreter()
+
+
+PARAMETERS_INTERPRETED = 3
+"""How many sets of parameters of a test Triton's interpreter runs: it takes a second for what a GPU, where all run, does in microseconds."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Takes out what would take the interpreter too long: tests marked `long`, and of the others most parameters, evenly."""
+    groups: dict[tuple, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
+        if dispatch.INTERPRETED and Target("triton", "cpu") in [value for value in parameters.values() if isinstance(value, Target)]:
+            groups[item.nodeid.split("[")[0], parameters.get("op"), parameters.get("every_op")].append(item)
+    taken_out: set[pytest.Item] = set()
+    for group in groups.values():
+        short = [item for item in group if item.get_closest_marker("long") is None]
+        kept = {short[round(i * (len(short) - 1) / (PARAMETERS_INTERPRETED - 1))] for i in range(PARAMETERS_INTERPRETED)} if short else set()
+        taken_out |= set(group) - kept
+    config.hook.pytest_deselected(items=list(taken_out))
+    items[:] = [item for item in items if item not in taken_out]
 
 
 def _round_in_the_interpreter() -> None:

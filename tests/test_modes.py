@@ -338,6 +338,7 @@ def test_a_pool_without_slots_serves_padding_in_decode(target: Target, batch: in
 # Many, failing, at once
 
 
+@pytest.mark.long
 def test_thousands_of_sequences_of_one_token(bitwise_target: Target, op: str):
     call = prefill_inputs([1] * 3000, heads=1, device=bitwise_target.device)
     bitwise_target.check_prefill(op, call)

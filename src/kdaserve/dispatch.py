@@ -16,7 +16,6 @@ from kdaserve import guards
 from kdaserve.contract import FLOATS, CheckedCall, Layout
 from kdaserve.errors import KdaError, dtype_name, error
 
-
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
 
@@ -63,7 +62,8 @@ class Backend:
         if not missing:
             return None
         dtypes = ", ".join(dict.fromkeys(dtype_name(dtype) for dtype in layout.dtypes.values()))
-        supported = f"devices {', '.join(self.devices_here)}; {', '.join(dtype_name(d) for d in self.dtypes)}{'; gradients' if self.gradients else ''}"
+        taken = ", ".join(dtype_name(dtype) for dtype in self.dtypes)
+        supported = f"devices {', '.join(self.devices_here)}; {taken}{'; gradients' if self.gradients else ''}"
         return {
             "required": f"device {layout.device_type}; {dtypes}{'; gradients' if needs_grad else ''}",
             "supported": supported,
