@@ -22,22 +22,38 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
+from kdaserve.ops.chunk_kda.triton import TL, config
+from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
+from kdaserve.ops.chunk_kda.triton.prepare import prepare_kernel
 from kdaserve.ops.jit.launch import UNIT, Kernel
 from kdaserve.ops.packed_decode_kda.triton import TILES, packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.triton import PADDING, ROWS, recurrent_kda_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
+SHARED = 227 * 1024
+"""Bytes of shared memory that a program may use there."""
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-INTEGERS = ("index", "cu_seqlens", "chunk_offsets", "track_chunk", "sequence", "tokens", "slot")
+INTEGERS = ("index", "cu", "cu_seqlens", "chunk_offsets", "track_chunk", "sequence", "tokens", "slot")
 HEADS = {"H": 12, "HV": 12, "K": 128, "V": 128, "BK": 128}
 STATES = ("p_h", "p_chunk_offsets", "p_track", "p_track_chunk", "p_sequence", "p_tokens", "p_slot")
 
 
 def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", unit: int = UNIT, warps: int = 1, **constants: Any) -> dict[str, Any]:
-    """Registers, stack bytes and instructions of a kernel at bf16 inputs; `absent` names the tensors that are not given."""
+    """What the assembler says of a kernel at bf16 inputs; `absent` names the tensors that are not given, `constants` are the kernel's and Triton's.
+
+    Registers, bytes of stack and of shared memory, instructions; how many of the latter touch the stack.
+    """
     form = kernel.forms[unit]
+    options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {"p_pool": pool, "p_A_log": "fp32", "p_dt_bias": "fp32", "p_track": "fp32", **{f"p_{name}": "i32" for name in INTEGERS}}
+    types = {
+        "p_pool": pool,
+        "p_A_log": "fp32",
+        "p_dt_bias": "fp32",
+        "p_track": "fp32",
+        "p_space": "fp32",
+        **{f"p_{name}": "i32" for name in INTEGERS},
+    }
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):
         name = parameter.name
@@ -51,7 +67,7 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
             signature[name] = parameter.annotation_type
     names = [parameter.name for parameter in form.params]
     source = ASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, **options})
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -72,6 +88,29 @@ def recurrent(pool: str, gate: str = "bounded", states: bool = False, unit: int 
     return build(recurrent_kda_kernel, absent=() if states else STATES, pool=pool, unit=unit, **constants)
 
 
+def prepare(wide: str, unit: int = UNIT) -> dict[str, Any]:
+    operands = config.operands(torch.bfloat16, True)
+    form = config.PREPARE_WIDE if wide == "only" else config.PREPARE
+    constants = {
+        "K": 128, "V": 128, "BK": 128, "BV": 128, "BS": form.slice, "GATE": "bounded" if wide == "never" else "softplus",
+        "L2NORM": True, "BETA_RAW": True, "WIDE": wide, "PARTS": operands.parts, "OP": TL[operands.dtype], "PRECISION": operands.precision,
+        "MERGE": TL[operands.merge], "num_stages": form.stages,
+    }  # fmt: skip
+    return build(prepare_kernel, unit=unit, warps=form.warps, **constants)
+
+
+def chain(form: config.Chain, saves: bool = False, unit: int = UNIT) -> dict[str, Any]:
+    """With the bytes of shared memory that `config` thinks it takes, and the stages that it lets run."""
+    operands = config.operands(torch.bfloat16, True)
+    chosen = config.fitting(form, 128, operands.dtype.itemsize, saves, SHARED)
+    constants = {
+        "K": 128, "V": 128, "BK": 128, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "STAGES": chosen.stages,
+        "OP": TL[operands.dtype], "PRECISION": operands.precision,
+    }  # fmt: skip
+    built = build(chain_kernel, absent=() if saves else STATES, unit=unit, warps=config.CHAIN_WARPS, **constants)
+    return {**built, "expected_shared": config.shared_bytes(chosen, 128, operands.dtype.itemsize, saves)}
+
+
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     **{f"decode-fp32-{fp32.rows}": functools.partial(decode, "fp32", fp32.rows, fp32.warps) for _, fp32, _ in TILES},
     **{f"decode-bf16-{short.rows}": functools.partial(decode, "bf16", short.rows, short.warps) for _, _, short in TILES},
@@ -81,9 +120,14 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "recurrent-bf16": functools.partial(recurrent, "bf16"),
     "recurrent-fp32-softplus-states": functools.partial(recurrent, "fp32", "softplus", True),
     "recurrent-fp32-any-memory": functools.partial(recurrent, "fp32", unit=1),
+    **{f"prepare-{wide}": functools.partial(prepare, wide) for wide in ("never", "marked", "only")},
+    "prepare-never-any-memory": functools.partial(prepare, "never", unit=1),
+    **{f"chain-{form.slice}": functools.partial(chain, form) for form in config.CHAINS},
+    **{f"chain-{form.slice}-states": functools.partial(chain, form, True) for form in config.CHAINS},
+    "chain-64-any-memory": functools.partial(chain, config.CHAINS[-1], unit=1),
 }
 
-KERNELS = (packed_decode_kda_kernel, recurrent_kda_kernel)
+KERNELS = (packed_decode_kda_kernel, recurrent_kda_kernel, prepare_kernel, chain_kernel)
 
 
 def compilations(kernel: Kernel, unit: int) -> int:

@@ -41,6 +41,12 @@ SIGNATURES = {
     "explain": "code",
     "explain_choice": "op, arguments",
     "guards.gates_cover_q": "q, g, beta",
+    "warmup": (
+        f"*, heads, v_heads=None, k_dim=128, v_dim=128, dtype={torch.bfloat16!r}, g_dtype=None, beta_dtype=None, pool_dtype={torch.float32!r}, "
+        "A_log=True, dt_bias=True, lower_bound=None, use_qk_l2norm_in_kernel=True, beta_is_raw=True, output_intermediate_states=False, "
+        f"track_state=False, snapshots=False, layouts=('packed', 'batched'), index_dtypes=({torch.int32!r}, {torch.int64!r}), "
+        "ops=('chunk_kda', 'recurrent_kda', 'packed_decode_kda'), device='cuda', backend='auto', progress=None"
+    ),
 }
 ATTRIBUTES = {
     "PrefillPlan": {"lengths", "cu_seqlens", "chunk_offsets", "chunk_indices", "tokens"},
@@ -49,11 +55,12 @@ ATTRIBUTES = {
     "Snapshots": {"sequence", "tokens", "slot"},
     "StatePool": {"slots", "free_slots", "nbytes", "recurrent", "conv", "allocate", "free", "copy", "fork"},
     "KdaError": {"code", "details"},
+    "WarmupReport": {"backends", "compiled", "seconds"},
 }
 NAMES = {
     "BackendError", "BackendStatus", "Choice", "ContractError", "ContractTypeError", "InternalError", "KdaError", "PoolError", "PrefillPlan",
-    "Snapshots", "StatePool", "ValuesError", "backends", "chunk_kda", "explain", "explain_choice", "guards", "packed_decode_kda", "plan_prefill",
-    "recurrent_kda",
+    "Snapshots", "StatePool", "ValuesError", "WarmupReport", "backends", "chunk_kda", "explain", "explain_choice", "guards", "packed_decode_kda", "plan_prefill",
+    "recurrent_kda", "warmup",
 }  # fmt: skip
 
 
@@ -121,7 +128,7 @@ def test_docstrings_speak_of_every_argument(op: str):
 
 def test_type_information_is_shipped():
     assert (Path(kdaserve.__file__).parent / "py.typed").exists()
-    for name in ("chunk_kda", "recurrent_kda", "packed_decode_kda", "plan_prefill", "backends", "explain", "explain_choice"):
+    for name in ("chunk_kda", "recurrent_kda", "packed_decode_kda", "plan_prefill", "backends", "explain", "explain_choice", "warmup"):
         signature = inspect.signature(getattr(kdaserve, name))
         assert signature.return_annotation is not inspect.Signature.empty, name
         assert all(p.annotation is not p.empty for p in signature.parameters.values()), name

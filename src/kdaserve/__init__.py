@@ -19,6 +19,7 @@ from kdaserve.ops.recurrent_kda.api import recurrent_kda
 from kdaserve.plan import PrefillPlan, plan_prefill
 from kdaserve.pool import StatePool
 from kdaserve.snapshots import Snapshots
+from kdaserve.warm import WarmupReport, warmup
 
 __version__ = "0.1.0"
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Snapshots",
     "StatePool",
     "ValuesError",
+    "WarmupReport",
     "backends",
     "chunk_kda",
     "explain",
@@ -42,4 +44,5 @@ __all__ = [
     "packed_decode_kda",
     "plan_prefill",
     "recurrent_kda",
+    "warmup",
 ]

@@ -51,6 +51,7 @@ class Kernel:
         self.vectors = [self.pointers.index(name) for name in vectors]
         self.forms = {unit: self._jit(function, vectors if unit > 1 else ()) for unit in (UNIT, 1)}
         self.compiled: dict[tuple, Any] = {}
+        """By types, constants and form, what has been launched; None where Triton's own launch stays in use."""
 
     def _jit(self, function: Callable, aligned: Iterable[str]) -> Any:
         free = [name for name in self.pointers if name not in aligned]
@@ -107,8 +108,7 @@ class Launch:
     def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
         with ONE_AT_A_TIME, _quiet():
             compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
-        if DIRECT:
-            self._kernel.compiled[self._keys[unit]] = compiled
+        self._kernel.compiled[self._keys[unit]] = compiled if DIRECT else None
 
 
 def _quiet() -> contextlib.AbstractContextManager:

@@ -53,12 +53,15 @@ def log2_decay(b_x, a, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def decayed(b_S, b_g):
+def decayed(b_S, b_g, KEPT: tl.constexpr):
     """E1: the state `[BV, BK]` after the decay `b_g` `[BK]`, in base 2.
 
     A weak decay is subtracted, S + S (exp(g) - 1): rounding exp(g) itself would lose the same amount at every token, and over thousands of tokens
-    it shows in the state. The difference is a polynomial of degree 6, off by 1.4e-9 of itself.
+    it shows in the state. The difference is a polynomial of degree 6, off by 1.4e-9 of itself. KEPT says that the state stays in fp32; in a
+    16-bit pool the next rounding is larger, and one operation an element less matters there.
     """
+    if not KEPT:
+        return b_S * tl.exp2(b_g)[None, :]  # E1
     b_p = 0.00012439535930752754 * b_g + 0.001310003804974258
     b_p = b_p * b_g + 0.009609455242753029
     b_p = b_p * b_g + 0.05550263449549675
@@ -71,13 +74,13 @@ def decayed(b_S, b_g):
 
 
 @triton.jit
-def token(b_S, b_q, b_k, b_v, b_g, beta, scale, L2NORM: tl.constexpr):
+def token(b_S, b_q, b_k, b_v, b_g, beta, scale, L2NORM: tl.constexpr, KEPT: tl.constexpr):
     """One token on the state `[BV, BK]`: the new state and the output `[BV]`.
 
     q and k come as they are and the norms are put in behind the products, so that all reductions stand side by side: one after the other each is
     five shuffles that nothing hides when few programs run.
     """
-    b_S = decayed(b_S, b_g)
+    b_S = decayed(b_S, b_g, KEPT)
     b_Sk = tl.sum(b_S * b_k[None, :], 1)
     b_Sq = tl.sum(b_S * b_q[None, :], 1)
     kq = tl.sum(b_k * b_q, 0)

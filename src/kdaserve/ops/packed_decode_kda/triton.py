@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from kdaserve.ops.decode import DecodeCall
+from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 
@@ -24,10 +25,11 @@ class Tile:
 
 TILES: tuple[tuple[int, Tile, Tile], ...] = (
     # (request, head) pairs at most; tile of an fp32 pool, of a 16-bit pool.
-    # Few programs: the time is that of one of them, so each has fewer loads to wait for.
+    # Few programs: the time is that of one of them, so each has fewer loads to wait for. H200, 12 heads, B = 1: 2.8 us, with 8 rows 3.4 us.
     (64, Tile(rows=4), Tile(rows=8)),
-    # H200, B = 32 with 12 heads and B = 256 with 64 heads: 15.3 us and 531 us with an fp32 pool; more warps and other row counts are slower.
-    (2**62, Tile(rows=8), Tile(rows=16)),
+    # H200, microseconds with 4, 8 and 16 rows of an fp32 pool: 15.6, 15.5, 16.9 (12 heads, B = 32); 55.1, 54.8, 56.6 (12 heads, B = 128).
+    # With 8, 16 and 32 rows of a bf16 pool: 9.4, 10.1, 9.1 (12 heads, B = 32); 77.4, 79.8, 74.2 (32, 128); 293, 303, 274 (64, 256).
+    (2**62, Tile(rows=8), Tile(rows=32)),
 )
 
 
@@ -88,7 +90,8 @@ def packed_decode_kda_kernel(
     p_S = p_pool + slot * pool_s * UNIT + i_h * (V * K) + o_v[:, None] * K + o_k[None, :]
     b_S = tl.load(p_S, mask=m_S, other=0.0).to(tl.float32)
     b_g = log2_decay(b_g, tl.exp(a), lower_bound, GATE)
-    b_S, b_o = token(b_S, b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32), b_g, sigmoid(beta), scale, L2NORM)
+    KEPT: tl.constexpr = p_pool.dtype.element_ty == tl.float32
+    b_S, b_o = token(b_S, b_q.to(tl.float32), b_k.to(tl.float32), b_v.to(tl.float32), b_g, sigmoid(beta), scale, L2NORM, KEPT)
     tl.store(p_S, b_S.to(p_pool.dtype.element_ty), mask=m_S)
     b_o = tl.where(used, b_o, 0.0)  # S2
     tl.store(p_out + i_b * out_b + i_h * out_h + o_v * out_v, b_o.to(p_out.dtype.element_ty), mask=m_v)
@@ -114,6 +117,18 @@ def run(call: DecodeCall) -> None:
     launch(tensors, call.scale, call.lower_bound or 0.0)
 
 
+def forms(call: DecodeCall) -> list[Form]:
+    """See `kdaserve.ops.forms`."""
+    HV, itemsize = call.sizes["HV"], call.initial_state.element_size()
+    candidates = [1, *(most // HV + 1 for most, _, _ in TILES[:-1])]
+    return in_any_memory({tile(B * HV, itemsize): B for B in reversed(candidates)}.values())
+
+
+def compiled() -> int:
+    """See `kdaserve.ops.forms`."""
+    return len(packed_decode_kda_kernel.compiled)
+
+
 def tile(pairs: int, itemsize: int) -> Tile:
     """How to cut the states of so many (request, head) pairs, of elements of `itemsize` bytes."""
     fp32, short = next(tiles for most, *tiles in TILES if pairs <= most)
@@ -123,7 +138,8 @@ def tile(pairs: int, itemsize: int) -> Tile:
 def _prepare(call: DecodeCall, tensors: tuple[torch.Tensor | None, ...], chosen: Tile | None = None) -> Launch:
     B, H, HV, K, V = (call.sizes[s] for s in ("B", "H", "HV", "K", "V"))
     BK = padded(K)
-    chosen = chosen or tile(B * HV, call.initial_state.element_size())
+    # An empty batch compiles as one request does, so that it needs no form of its own.
+    chosen = chosen or tile(max(B, 1) * HV, call.initial_state.element_size())
     BV = min(max(chosen.rows * 128 // BK, 1), padded(V))
     rows = strides(call.mixed_qkv, 1) + strides(call.a, 1) + strides(call.initial_state, 1)
     return Launch(

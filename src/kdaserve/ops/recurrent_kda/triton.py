@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 from kdaserve.ops.jit.states import save_snapshots, save_states
@@ -173,7 +174,7 @@ def recurrent_kda_kernel(
             if p_dt_bias is not None:
                 b_g += b_bias
             b_g = log2_decay(b_g, a, lower_bound, GATE)
-            b_S, b_o = token(b_S, b_qt, b_kt, b_vt, b_g, beta, scale, L2NORM)
+            b_S, b_o = token(b_S, b_qt, b_kt, b_vt, b_g, beta, scale, L2NORM, KEPT=True)
             tl.store(p_out, b_o.to(p_out.dtype.element_ty), mask=m_v)
             p_out += out_t
     save_states(b_S, chunks, i_snapshot, i_track, i_n, o_S, m_S, p_pool, pool_s * UNIT, p_track, p_sequence, p_tokens, p_slot, M)
@@ -218,6 +219,16 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         launch = call.layout.prepared[key] = _prepare(call, tensors)
     launch(tensors, 0 if snapshots is None else len(snapshots[0]), call.scale, call.lower_bound or 0.0)
     return out, h
+
+
+def forms(call: PrefillCall) -> list[Form]:
+    """See `kdaserve.ops.forms`."""
+    return in_any_memory([1])
+
+
+def compiled() -> int:
+    """See `kdaserve.ops.forms`."""
+    return len(recurrent_kda_kernel.compiled)
 
 
 def _prepare(call: PrefillCall, tensors: tuple[Tensor | None, ...]) -> Launch:

@@ -11,6 +11,7 @@ from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
 from kdaserve.ops.chunk_kda.triton.space import C, size
+from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
 from kdaserve.ops.jit.math import LOG2_E
 from kdaserve.ops.prefill import PrefillCall
@@ -30,7 +31,15 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         return out.zero_(), h
     o = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     bounded = call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
-    key = (Launches, bounded, gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, snapshots and tuple(x.dtype for x in snapshots))
+    key = (
+        Launches,
+        bounded,
+        gate_name(call),
+        call.use_qk_l2norm_in_kernel,
+        call.beta_is_raw,
+        h is None,
+        snapshots and tuple(x.dtype for x in snapshots),
+    )
     launches = call.layout.prepared.get(key)
     if launches is None:
         launches = call.layout.prepared[key] = Launches(call, o, h, snapshots, bounded)
@@ -40,31 +49,50 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     return out, h
 
 
+def forms(call: PrefillCall) -> list[Form]:
+    """See `kdaserve.ops.forms`."""
+    HV, processors = call.sizes["HV"], config.processor(call.q.device)[0]
+    # With more pairs of sequence and head than processors every slice is too small.
+    fewest = {_chain(call, n): n for n in range(processors // HV + 1, 0, -1)}
+    return in_any_memory(fewest.values())
+
+
+def compiled() -> int:
+    """See `kdaserve.ops.forms`."""
+    return len(prepare_kernel.compiled) + len(chain_kernel.compiled)
+
+
+def _chain(call: PrefillCall, sequences: int) -> config.Chain:
+    """The form of the chain kernel for so many sequences like those of `call`."""
+    HV, K, V = (call.sizes[s] for s in ("HV", "K", "V"))
+    element = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype.itemsize
+    saves = call.output_intermediate_states or call.track_state is not None or (call.snapshots is not None and len(call.snapshots.slot) > 0)
+    return config.chain(sequences * HV, K, V, element, saves, *config.processor(call.q.device))
+
+
 class Launches:
     """What runs calls of one layout."""
 
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, bounded: bool) -> None:
         B, T, N, H, HV, K, V = (call.sizes[s] for s in ("B", "T", "N", "H", "HV", "K", "V"))
         form = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
-        BK, BV, device = padded(K), padded(V), call.q.device
+        BK, BV = padded(K), padded(V)
         units = T // C.value + N if call.cu_seqlens is not None else B * triton.cdiv(T, C.value)
         self._space = units * HV * size(BK, TL[form.dtype])
         tensors = self._tensors(call, o, h, snapshots, call.q.new_empty(0, dtype=torch.float32))
         qkg = strides(call.q, 3) + strides(call.k, 3) + strides(call.g, 3)
         shared = {"OP": TL[form.dtype], "PRECISION": form.precision}
 
-        def prepare(wide: str) -> Launch:
+        def prepare(wide: str, kernel: config.Prepare) -> Launch:
             return Launch(
                 prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T, H, HV),
-                K=K, V=V, BK=BK, BV=BV, BS=min(config.PREPARE_SLICE, BK),
+                K=K, V=V, BK=BK, BV=BV, BS=min(kernel.slice, BK),
                 GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
-                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=config.PREPARE_WARPS, num_stages=config.PREPARE_STAGES,
+                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=kernel.warps, num_stages=kernel.stages,
             )  # fmt: skip
 
-        self._prepares = [prepare("never")] if bounded else [prepare("marked"), prepare("only")]
-        processors, memory = config.processor(device)
-        saves = h is not None or snapshots is not None or call.track_state is not None
-        chain = config.chain(N * HV, K, V, form.dtype.itemsize, saves, processors, memory)
+        self._prepares = [prepare("never", config.PREPARE)] if bounded else [prepare("marked", config.PREPARE), prepare("only", config.PREPARE_WIDE)]
+        chain = _chain(call, N)
         track = (0,) if call.track_state is None else strides(call.track_state, 1)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), tensors[1],

@@ -37,11 +37,26 @@ def operands(inputs: torch.dtype, normed: bool) -> Operands:
     return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, 3)
 
 
-PREPARE_SLICE = 16
-PREPARE_WARPS = 2
-PREPARE_STAGES = 3
-"""Channels that `prepare` works on together, and slices in flight. On 8192 tokens of 64 heads slices of 16 take 0.495 ms, of 32 0.577 ms; without
-slices in flight 0.644 ms. Four warps take twice as long: a tile of 32 rows is too small for them, and they repeat each other's work."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Prepare:
+    """A form of the prepare kernel.
+
+    Attributes:
+        slice: channels worked on together.
+        warps: of a program.
+        stages: slices in flight.
+    """
+
+    slice: int
+    warps: int
+    stages: int
+
+
+PREPARE = Prepare(16, 2, 3)
+"""8192 tokens of 64 heads take 0.495 ms; with slices of 32 0.577 ms, without slices in flight 0.644 ms. Four warps take twice as long: a tile of 32
+rows is too small for them, and they repeat each other's work."""
+PREPARE_WIDE = Prepare(64, 4, 1)
+"""For the few chunks whose decay is too wide: few programs, so the time of one counts."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +80,10 @@ CHAINS = (Chain(16, False, 3), Chain(32, False, 3), Chain(64, True, 3))
 (not transposed, 2 stages: 0.325 and 0.373; slice 16 transposed: 0.236 and 0.92)."""
 
 
+LAYOUTS = 2048
+"""Bytes that tiles take while they change their layout."""
+
+
 def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int, shared: int) -> Chain:
     """The smallest slice whose programs, one for each of `pairs` sequences and heads and slice, still run side by side; else the largest.
 
@@ -74,15 +93,25 @@ def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int
     """
     forms = [form for form in CHAINS if form.slice <= padded(V)]
     form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
-    while form.stages > 1 and _shared(form, padded(K), element, saves) > shared:
+    return fitting(form, padded(K), element, saves, shared)
+
+
+def fitting(form: Chain, BK: int, element: int, saves: bool, shared: int) -> Chain:
+    """`form` with as many chunks in flight as `shared` bytes hold, but one at least."""
+    while form.stages > 1 and shared_bytes(form, BK, element, saves) > shared:
         form = dataclasses.replace(form, stages=form.stages - 1)
     return form
 
 
-def _shared(form: Chain, BK: int, element: int, saves: bool) -> int:
-    """Bytes of shared memory of a program, as Triton lays it out: chunks in flight; state and v' on their way into a product; a state to save."""
+def shared_bytes(form: Chain, BK: int, element: int, saves: bool) -> int:
+    """Bytes of shared memory of a program, as Triton lays it out, or a little more.
+
+    Chunks in flight; state and v' on their way into a product; and what one place serves one after the other: a state to save, and tiles that
+    change their layout.
+    """
     flight = form.stages * (CHUNK * (3 * BK + 2 * CHUNK) * element + 4 * BK)
-    return flight + (0 if form.transposed else form.slice * (BK + 3 * CHUNK) * element) + (form.slice * BK * 4 if saves else 0)
+    operands = 0 if form.transposed else form.slice * (BK + 3 * CHUNK) * element
+    return flight + operands + max(form.slice * BK * 4 if saves else 0, LAYOUTS if form.transposed else 0)
 
 
 @functools.cache
