@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
+import sys
 import tempfile
+import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -149,12 +151,13 @@ def no_syncs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def alone_with_the_memory() -> Iterator[None]:
-    """One test at a time in here, of all processes of this machine, with the memory of what ran before given back."""
+    """One test at a time in here, of all processes of this machine, which gives its memory back."""
     with (Path(tempfile.gettempdir()) / "kdaserve_gpu_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             yield
         finally:
+            traceback.clear_frames(getattr(sys, "last_traceback", None))  # of a test that failed, which would keep its tensors
             gc.collect()
             torch.cuda.empty_cache()
 
