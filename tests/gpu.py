@@ -6,11 +6,10 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
-import sys
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,15 +148,16 @@ def no_syncs() -> Iterator[None]:
 # Large tensors
 
 
-@contextlib.contextmanager
-def alone_with_the_memory() -> Iterator[None]:
-    """One test at a time in here, of all processes of this machine, which gives its memory back."""
+def alone_with_the_memory(job: Callable[[], Any]) -> Any:
+    """What `job` gives, of which only one at a time runs, of all processes of this machine. Its tensors are gone when it ends, also when it fails."""
     with (Path(tempfile.gettempdir()) / "kdaserve_gpu_memory.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            yield
+            return job()
+        except BaseException as failure:
+            traceback.clear_frames(failure.__traceback__)
+            raise
         finally:
-            traceback.clear_frames(getattr(sys, "last_traceback", None))  # of a test that failed, which would keep its tensors
             gc.collect()
             torch.cuda.empty_cache()
 
