@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,11 @@ pytestmark = pytest.mark.gpu
 BEYOND = 2**31
 ENDS = [70, 130]
 """Tokens of the sequences that are compared, one at each end of what is large."""
-WIDE = {"heads": 128, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
+WIDE: dict[str, Any] = {"heads": 128, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
 ROWS, REQUESTS, CHUNKS = 2**17 + 200, 43_700, 1028
 """With `WIDE` just enough for q, `mixed_qkv` and `h`."""
 STRIDE = BEYOND + 512
-POOLED = {"heads": 12, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
+POOLED: dict[str, Any] = {"heads": 12, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
 POOLS = [(torch.float32, 10_924), (torch.bfloat16, 21_848)]
 """With `POOLED` the last slot starts past 2^31 elements, and past 2^32."""
 
@@ -63,7 +64,7 @@ def check_ends(target: Target, op: str, call: Call, in_company: Callable[[], dic
 @pytest.mark.parametrize(("pool_dtype", "slots"), POOLS, ids=str)
 def test_slots_far_apart(serving_target: Target, every_op: str, pool_dtype: torch.dtype, slots: int):
     """Slot 0 and the last; at 32 bits the last would start before the pool, or inside slot 0."""
-    made = {**POOLED, "pool_dtype": pool_dtype, "device": serving_target.device, "slots": 2}
+    made: dict[str, Any] = {**POOLED, "pool_dtype": pool_dtype, "device": serving_target.device, "slots": 2}
     call = decode_inputs(2, **made) if every_op == DECODE else prefill_inputs(ENDS, **made)
     index = "ssm_state_indices" if every_op == DECODE else "initial_state_indices"
     near, far = (torch.tensor([0, slot], dtype=torch.int32, device=serving_target.device) for slot in (1, slots - 1))

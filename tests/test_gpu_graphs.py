@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from test_pool_semantics import cloned, with_tail
 pytestmark = pytest.mark.gpu
 
 ROWS, SEQUENCES, SLOTS, SAVED = 512, 6, 24, 5
-SIZES = {"heads": 2, "v_heads": 4, "k_dim": 64, "v_dim": 64, "dtype": torch.bfloat16}
+SIZES: dict[str, Any] = {"heads": 2, "v_heads": 4, "k_dim": 64, "v_dim": 64, "dtype": torch.bfloat16}
 STEPS = (
     [200, 70, 0, 128, 5, 109],  # no padding row
     [0, 0, 300, 1, 64, 0],
@@ -124,7 +125,7 @@ def test_replays_of_a_decode_of_other_requests(serving_target: Target, lower_bou
 def test_a_graph_of_prefill_and_decode_steps(serving_target: Target):
     """A prompt and 20 tokens after it in one graph, the state carried in the pool, as one longer prefill has it."""
     device, lengths, tokens = serving_target.device, [70, 0, 5], 20
-    heads = {"heads": 2, "k_dim": 64, "v_dim": 64, "beta_is_raw": True, "slots": 5}
+    heads: dict[str, Any] = {"heads": 2, "k_dim": 64, "v_dim": 64, "beta_is_raw": True, "slots": 5}
     whole = prefill_inputs([length + tokens for length in lengths], device=device, **heads)
     ends = [0, *whole["cu_seqlens"].tolist()[1:]]
     prompt = dict(whole)

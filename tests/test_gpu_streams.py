@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,8 +13,8 @@ from helpers import DECODE, NAN
 
 pytestmark = pytest.mark.gpu
 
-LONG = {"heads": 4, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
-SHORT = {"heads": 2, "v_heads": 4, "k_dim": 64, "v_dim": 64, "dtype": torch.bfloat16}
+LONG: dict[str, Any] = {"heads": 4, "k_dim": 128, "v_dim": 128, "dtype": torch.bfloat16}
+SHORT: dict[str, Any] = {"heads": 2, "v_heads": 4, "k_dim": 64, "v_dim": 64, "dtype": torch.bfloat16}
 MILLISECOND = 1_000_000
 """About so many cycles of the clock by which `torch.cuda._sleep` counts."""
 
