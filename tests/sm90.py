@@ -46,7 +46,7 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {"p_pool": pool, "p_A_log": "fp32", "p_dt_bias": "fp32", "p_track": "fp32", "p_space": "fp32", **{f"p_{name}": "i32" for name in INTEGERS}}
+    types = {f"p_{name}": "i32" for name in INTEGERS} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "space")} | {"p_pool": pool}
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):
         name = parameter.name

@@ -278,13 +278,14 @@ def _check(given: dict[str, Any]) -> None:
             _check_dtype(name, given[name], contract.FLOATS)
     for flag in FLAGS:
         contract.check_flag("warmup", flag, given[flag])
-    for name, known in (("layouts", LAYOUTS), ("ops", tuple(calls.OPS)), ("index_dtypes", contract.INDICES)):
+    for name in ("layouts", "ops", "index_dtypes"):
         if isinstance(given[name], str) or not isinstance(given[name], Sequence):
             raise error("KDA108", op="warmup", argument=name, expected="a list", got=type(given[name]).__name__)
+    for dtype in given["index_dtypes"]:
+        _check_dtype("index_dtypes", dtype, contract.INDICES)
+    for name, known in (("layouts", LAYOUTS), ("ops", tuple(calls.OPS))):
         for value in given[name]:
-            if name == "index_dtypes":
-                _check_dtype(name, value, contract.INDICES)
-            elif not guards.is_one_of(value, known):
+            if not guards.is_one_of(value, known):
                 raise error("KDA125", op="warmup", option=name, got=repr(value), expected=", ".join(known))
     try:
         torch.empty(0, device=given["device"])
