@@ -7,13 +7,15 @@ BIN := .venv/bin
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	# A CUDA build of torch brings the triton it needs; beside a CPU build one is wanted for its interpreter alone.
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet 'triton==3.6.0; platform_system == "Linux"'
 	touch $@
 
 demo: .venv/installed
 	$(BIN)/kdaserve demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses auto
 
 lint: .venv/installed
 	$(BIN)/ruff check .

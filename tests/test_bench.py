@@ -139,8 +139,8 @@ def test_only_named_cases_are_timed_each_once() -> None:
 
 
 def test_backends_that_auto_may_pick_are_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_row = dispatch.BACKENDS[0]
-    named = dataclasses.replace(torch_row, name="named", automatic=False)
+    torch_row = next(b for b in dispatch.BACKENDS if b.name == "torch")
+    named = dataclasses.replace(torch_row, name="named", automatic=())
     absent = dataclasses.replace(torch_row, name="absent", unavailable=lambda: "no GPU")
     fast = dataclasses.replace(torch_row, name="fast")
     monkeypatch.setattr(dispatch, "BACKENDS", (named, absent, fast, *dispatch.BACKENDS))
@@ -148,8 +148,8 @@ def test_backends_that_auto_may_pick_are_the_default(monkeypatch: pytest.MonkeyP
 
 
 def test_a_backend_that_does_not_take_the_call_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    narrow = dataclasses.replace(dispatch.BACKENDS[0], name="narrow", dtypes=(torch.bfloat16,))
-    absent = dataclasses.replace(dispatch.BACKENDS[0], name="absent", unavailable=lambda: "no [sm_90] GPU")
+    narrow = dataclasses.replace(dispatch.BACKENDS[-1], name="narrow", dtypes=(torch.bfloat16,))
+    absent = dataclasses.replace(dispatch.BACKENDS[-1], name="absent", unavailable=lambda: "no [sm_90] GPU")
     monkeypatch.setattr(dispatch, "BACKENDS", (narrow, absent, *dispatch.BACKENDS))
     options = ("prefill", "tiny", "--peer", "none", "--backend", "narrow", "--backend", "absent", "--backend", "torch")
     reasons = [row.get("not_run", "") for row in rows(*options)]
@@ -474,7 +474,7 @@ EVERYWHERE += [pytest.param("cuda", case, id=f"cuda-{case.name}-{case.variant}",
 @pytest.mark.parametrize(("where", "case"), EVERYWHERE)
 def test_cases_are_computed_right(where: str, case: Any) -> None:
     """The cases of the benchmarks, cut short, on every backend that they would time."""
-    found = providers.providers(case.op, providers.automatic_backends(), [])
+    found = providers.providers(case.op, providers.automatic_backends(torch.device(where)), [])
     (checked,) = Bench("check", [case], found, torch.device(where), checked_tokens=600).check()
     assert len(checked) == len(found) >= 1
     assert all(check.reason or (check.output < 6e-3 and check.state < 5e-3) for check in checked)

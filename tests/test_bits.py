@@ -242,12 +242,12 @@ def test_what_else_is_asked_for_does_not_change_the_bits(target: Target, op: str
     assert_same_bits(o_values, o, f'{op}: output with check="values"')
 
 
-def test_autograd_does_not_change_the_bits(target: Target, op: str):
-    call = prefill_inputs([130, 0, 5, 70], device=target.device)
-    o, pool = run(target, op, call)
-    o_grad, pool_grad = run(target, op, call, q=call["q"].clone().requires_grad_())
-    target.assert_same(o_grad, o, f"{op}: output while autograd records")
-    target.assert_same(pool_grad, pool, f"{op}: pool while autograd records")
+def test_autograd_does_not_change_the_bits(learner: Target, op: str):
+    call = prefill_inputs([130, 0, 5, 70], device=learner.device)
+    o, pool = run(learner, op, call)
+    o_grad, pool_grad = run(learner, op, call, q=call["q"].clone().requires_grad_())
+    learner.assert_same(o_grad, o, f"{op}: output while autograd records")
+    learner.assert_same(pool_grad, pool, f"{op}: pool while autograd records")
 
 
 def test_inference_mode_does_not_change_the_bits(target: Target, op: str):

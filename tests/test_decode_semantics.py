@@ -166,6 +166,7 @@ def decode_step(prefill: dict, token: int, indices: Tensor, l2norm: bool = True)
     }
 
 
+@pytest.mark.long
 def test_every_length_below_a_chunk_then_one_decode_step(target: Target, op: str):
     """Sequence n has n tokens before the last one; all prefills in one pack, all decode steps in one call."""
     lengths = list(range(1, 64))

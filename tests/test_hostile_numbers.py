@@ -29,7 +29,7 @@ def unit(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [128, 4096])
+@pytest.mark.parametrize("length", [128, pytest.param(4096, marks=pytest.mark.long)])
 def test_one_row_repeated(target: Target, op: str, length: int, dtype: torch.dtype):
     D, device = 128, target.device
     generator = torch.Generator().manual_seed(0)
@@ -269,6 +269,7 @@ def check_drift(target: Target, call: Call, states: dict[int, Tensor], o: Tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.long
 def test_long_decode_does_not_drift(target: Target, dtype: torch.dtype):
     """4,096 steps at decay 0.99992: 1e-2 off when the decay or sigmoid(beta) is rounded to bf16."""
     steps, D, device = 4096, 16, target.device
@@ -292,6 +293,7 @@ def test_long_decode_does_not_drift(target: Target, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.long
 def test_long_prefill_does_not_drift(target: Target, op: str, dtype: torch.dtype):
     call = prefill_inputs([4096], heads=1, gate="none", dtype=dtype, device=target.device)
     call["g"] = torch.full(call["g"].shape, math.log(0.99992), device=target.device)

@@ -217,7 +217,8 @@ def test_tools_work_in_any_surroundings(
         assert verify_call(every_op, call, target.backend).output < 1e-3
         _, loaded = load_call(save_call(tmp_path / "call", every_op, call))
         assert {x.device.type for x in loaded.values() if isinstance(x, Tensor)} == {"cpu"}
-        assert verify_call(every_op, loaded, target.backend).state < 1e-3
+        there = {name: x.to(target.device) if isinstance(x, Tensor) else x for name, x in loaded.items()}
+        assert verify_call(every_op, there, target.backend).state < 1e-3
         pool = StatePool(2, 1, v_heads=2, k_dim=16, v_dim=16)
         assert pool.recurrent(0).dtype == torch.float32
         assert pool.recurrent(0).device.type == "cpu"
@@ -337,6 +338,7 @@ def test_a_pool_without_slots_serves_padding_in_decode(target: Target, batch: in
 # Many, failing, at once
 
 
+@pytest.mark.long
 def test_thousands_of_sequences_of_one_token(bitwise_target: Target, op: str):
     call = prefill_inputs([1] * 3000, heads=1, device=bitwise_target.device)
     bitwise_target.check_prefill(op, call)

@@ -34,6 +34,7 @@ def cuts(length: int) -> list[int]:
     return sorted({*range(0, length + 1, 64), length})
 
 
+@pytest.mark.long
 def test_every_length_up_to_130_in_one_pack(target: Target, op: str):
     target.check_prefill(op, observed(list(range(1, 131)), heads=1, device=target.device))
 

@@ -16,6 +16,9 @@ from kdaserve import guards
 from kdaserve.contract import FLOATS, CheckedCall, Layout
 from kdaserve.errors import KdaError, dtype_name, error
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
@@ -32,6 +35,13 @@ class Backend:
     gradients: bool
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
+    in_triton: bool = False
+    """Whether its kernels run on the CPU instead while Triton interprets."""
+
+    @property
+    def devices_here(self) -> tuple[str, ...]:
+        """The devices that it takes in this process."""
+        return ("cpu",) if self.in_triton and INTERPRETED else self.devices
 
     def implementation(self, op: str) -> ModuleType:
         """Its module of an op, imported when first asked for."""
@@ -45,14 +55,15 @@ class Backend:
         return call.layout.refusals[key]
 
     def _refusal(self, layout: Layout, needs_grad: bool) -> dict[str, str] | None:
-        missing = [] if layout.device_type in self.devices else [f"device {layout.device_type}"]
+        missing = [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
         missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if dtype not in self.dtypes]
         if needs_grad and not self.gradients:
             missing.append("gradients")
         if not missing:
             return None
         dtypes = ", ".join(dict.fromkeys(dtype_name(dtype) for dtype in layout.dtypes.values()))
-        supported = f"devices {', '.join(self.devices)}; {', '.join(dtype_name(d) for d in self.dtypes)}{'; gradients' if self.gradients else ''}"
+        taken = ", ".join(dtype_name(dtype) for dtype in self.dtypes)
+        supported = f"devices {', '.join(self.devices_here)}; {taken}{'; gradients' if self.gradients else ''}"
         return {
             "required": f"device {layout.device_type}; {dtypes}{'; gradients' if needs_grad else ''}",
             "supported": supported,
@@ -61,9 +72,6 @@ class Backend:
 
 
 _module = functools.cache(importlib.import_module)
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-"""Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
 
 
 @functools.cache
@@ -85,10 +93,11 @@ BACKENDS: tuple[Backend, ...] = (
         role="two Triton kernels a prefill, one a decode; the portable GPU path",
         module="kdaserve.ops.{op}.triton",
         automatic=("cuda",),
-        devices=("cpu",) if INTERPRETED else ("cuda",),
+        devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
         unavailable=_triton_unavailable,
+        in_triton=True,
     ),
     Backend(
         name="torch",
@@ -120,14 +129,14 @@ class BackendStatus:
         name, role: from the table.
         available: whether it can run here.
         reason: why not, or an empty string.
-        automatic: whether ``backend="auto"`` may pick it.
+        automatic: devices on which ``backend="auto"`` may pick it.
     """
 
     name: str
     role: str
     available: bool
     reason: str
-    automatic: bool
+    automatic: tuple[str, ...]
 
 
 def backends() -> tuple[BackendStatus, ...]:
@@ -135,7 +144,7 @@ def backends() -> tuple[BackendStatus, ...]:
 
     def status(b: Backend) -> BackendStatus:
         reason = b.unavailable()
-        return BackendStatus(b.name, b.role, reason is None, reason or "", bool(b.automatic))
+        return BackendStatus(b.name, b.role, reason is None, reason or "", b.automatic)
 
     return tuple(status(b) for b in BACKENDS)
 
@@ -169,12 +178,14 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
     for backend in BACKENDS:
         if backend.name == chosen:
             found[backend.name] = "the best that takes the call"
-        elif call.layout.device_type not in backend.automatic:
+        elif not backend.automatic:
             found[backend.name] = "runs only when named"
         elif (unavailable := backend.unavailable()) is not None:
             found[backend.name] = f"cannot run here: {unavailable}"
         elif (refusal := backend.refusal(call)) is not None:
             found[backend.name] = f"does not take {refusal['missing']}"
+        elif call.layout.device_type not in backend.automatic:
+            found[backend.name] = f"runs on {call.layout.device_type} only when named"
         else:
             found[backend.name] = f"takes the call; {chosen} is better"
     return found

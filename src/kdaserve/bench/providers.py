@@ -144,9 +144,9 @@ def peer_names() -> list[str]:
     return list(dict.fromkeys(peer.name for peer in PEERS))
 
 
-def automatic_backends() -> list[str]:
-    """The backends that can run here and that ``backend="auto"`` may pick."""
-    return [status.name for status in dispatch.backends() if status.available and status.automatic]
+def automatic_backends(device: torch.device) -> list[str]:
+    """The backends that can run here and that ``backend="auto"`` may pick on a device."""
+    return [status.name for status in dispatch.backends() if status.available and device.type in status.automatic]
 
 
 def providers(op: str, backends: list[str], peers: list[str]) -> list[Provider]:

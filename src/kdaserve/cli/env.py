@@ -64,7 +64,7 @@ def backends(as_json: Annotated[bool, typer.Option("--json", help="A JSON list."
         return
     table = Table("backend", "can run here", "auto", "role")
     for b in found:
-        table.add_row(b.name, "yes" if b.available else escape(f"no: {b.reason}"), "yes" if b.automatic else "when named", b.role)
+        table.add_row(b.name, "yes" if b.available else escape(f"no: {b.reason}"), ", ".join(b.automatic) or "when named", b.role)
     Console().print(table)
 
 

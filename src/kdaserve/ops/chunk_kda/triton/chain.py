@@ -113,11 +113,9 @@ def chain_kernel(
         if p_h is not None:
             tl.store(p_h + o_S, b_S.to(p_h.dtype.element_ty), mask=m_S)
             p_h += HV * V * K
-        next_save = save_states(
-            b_S, i_c, next_save, tracked, i_n, o_S, m_S, p_pool, pool_s, p_track, p_sequence, p_tokens, p_slot, M
-        )
+        next_save = save_states(b_S, i_c, next_save, tracked, i_n, o_S, m_S, p_pool, pool_s, p_track, p_sequence, p_tokens, p_slot, M)
         m_o = (t_c < length - i_c * C) & (t_v < V)
-        p_decay, p_wide, p_units = places(p_space, 0, BK, OP)
+        p_decay, _, p_units = places(p_space, 0, BK, OP)
         b_kd = tl.load(p_units + o_ck)
         b_v = tl.load(p_v + t_c * v_t + t_v, mask=m_o, other=0.0)
         b_M = tl.load(p_units + C * C + o_cc)

@@ -5,7 +5,7 @@ the middle and the row, the column's the reverse. Both stay within 2 ** +-124 wh
 lower_bound >= -5 this always holds. Tokens of different halves meet at the boundary, where both factors are <= 1.
 
 Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them. A token's log decay g enters all of them as
-the same two bf16 numbers, together exact to 2 ** -17, which changes exp(g) <= 1 by 3e-6 at most; three, exact to fp32, where the inputs are not bf16.
+the same two bf16 numbers, exact to 2 ** -17, which changes exp(g) <= 1 by 3e-6 at most; three, exact to fp32, where the inputs are not bf16.
 """
 
 import triton
@@ -17,7 +17,7 @@ from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
 
 HALF = tl.constexpr(32)
 WIDEST = tl.constexpr(124.0)
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: bf16 and fp32 hold 2 ** 124 times any normed key."""
+"""The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 
 
 @triton.jit
@@ -113,7 +113,7 @@ def inverse(b_A, MERGE: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def zero_padding(p_o, o_t, first, end, T, V: tl.constexpr, BV: tl.constexpr):
-    """S4: zeros in the 64 output rows from `first` on that no sequence covers. Eight rows at a time: a larger tile would take shared memory from L1."""
+    """S4: zeros in those of the 64 output rows from `first` on that no sequence covers; eight at a time, to take no shared memory."""
     o_v = tl.arange(0, BV)
     for i_r in range(0, C, 8):
         o_r = first + i_r + tl.arange(0, 8)
