@@ -45,6 +45,9 @@ STACK = {
     "chain-16-states": 0,
     "chain-32-states": 0,
     "chain-64-states": 96,
+    # Twice the state; and, for fp16 inputs, operands in fp32, of which one chunk alone fits.
+    "chain-64-256-channels": 760,
+    "chain-64-tf32": 360,
     "chain-64-any-memory": 360,
 }
 """Of the kernels of a prefill: bytes of stack a thread, at most."""
@@ -120,13 +123,13 @@ def test_inputs_of_prepare_come_16_bytes_at_a_time(assembled: dict[str, dict[str
     assert counts.get("STG.E", 0) <= 2, "the mark of a chunk"
 
 
-@pytest.mark.parametrize("name", aligned(CHAIN))
+@pytest.mark.parametrize("name", [name for name in aligned(CHAIN) if "tf32" not in name])
 def test_tiles_of_the_chain_are_copied_16_bytes_at_a_time(assembled: dict[str, dict[str, Any]], name: str):
-    """Tiles go to shared memory past the registers, in vectors; what else is copied is the decay, one number a thread and chunk in flight."""
+    """Tiles go to shared memory past the registers, in vectors; what else is copied is the decay, one or two numbers a thread and chunk in flight."""
     counts = assembled[name]["instructions"]
     assert counts["LDGSTS.E.BYPASS.128"] >= 32 * 2
-    assert {i for i in counts if i.startswith("LDGSTS")} == {"LDGSTS.E.BYPASS.128", "LDGSTS.E"}
-    assert counts["LDGSTS.E"] <= 3
+    (decay,) = {i for i in counts if i.startswith("LDGSTS")} - {"LDGSTS.E.BYPASS.128"}
+    assert counts[decay] <= 3
     assert {i for i in counts if i.startswith("STG")} == {"STG.E.128"}
 
 

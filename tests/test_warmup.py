@@ -220,6 +220,7 @@ def test_nothing_to_compile(backend: str):
         ({"ops": ("decode",)}, "KDA125"), ({"snapshots": 1}, "KDA108"), ({"dt_bias": None}, "KDA108"), ({"device": "abacus"}, "KDA125"),
         ({"lower_bound": 5.0}, "KDA114"), ({"lower_bound": -5.0, "A_log": False}, "KDA113"), ({"backend": "pytorch"}, "KDA201"),
         ({"device": "meta"}, "KDA204"), ({"device": "meta", "backend": "torch"}, "KDA203"),
+        ({"layouts": ()}, "KDA125"), ({"ops": []}, "KDA125"), ({"index_dtypes": ()}, "KDA125"),
     ],
     ids=str,
 )  # fmt: skip
