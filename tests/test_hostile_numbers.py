@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import oracle
-from conftest import TOLERANCES, Call, Target
+from conftest import Call, Target
 from kdaserve.testing import assert_close, assert_same_bits, prefill_inputs
 
 
@@ -28,13 +28,11 @@ def unit(*shape: int, seed: int = 0) -> Tensor:
 # Equal and nearly equal keys
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [128, pytest.param(4096, marks=pytest.mark.long)])
-def test_one_row_repeated(target: Target, op: str, length: int, dtype: torch.dtype):
-    D, device = 128, target.device
+def one_row_repeated(length: int, dtype: torch.dtype, device: str, D: int = 128) -> Call:
+    """The same query and key at every token, 16 values in turn."""
     generator = torch.Generator().manual_seed(0)
     row, values = torch.randn(D, generator=generator), torch.randn(16, D, generator=generator)
-    call = {
+    return {
         "q": row.to(device, dtype).expand(1, length, 1, D),
         "k": row.to(device, dtype).expand(1, length, 1, D),
         "v": values.repeat(length // 16, 1).to(device, dtype).view(1, length, 1, D),
@@ -49,7 +47,12 @@ def test_one_row_repeated(target: Target, op: str, length: int, dtype: torch.dty
         "beta_is_raw": True,
         "output_intermediate_states": True,
     }
-    target.check_prefill(op, call, correlated=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [128, pytest.param(4096, marks=pytest.mark.long)])
+def test_one_row_repeated(target: Target, op: str, length: int, dtype: torch.dtype):
+    target.check_prefill(op, one_row_repeated(length, dtype, target.device), correlated=True)
 
 
 @pytest.mark.parametrize("cosine", [0.5, 0.7, 0.9, 0.99, 1.0])
@@ -252,12 +255,12 @@ def test_bounded_gate_is_no_softplus_in_decode(target: Target):
     target.assert_close(pool, torch.full((1, 1, D, D), math.exp(-2.5), dtype=torch.float64), "state after one token")
 
 
-def check_drift(target: Target, call: Call, states: dict[int, Tensor], o: Tensor) -> None:
+def check_drift(target: Target, op: str, call: Call, states: dict[int, Tensor], o: Tensor) -> None:
     """States by number of tokens and the output of one long sequence whose decay is the same at every token, as is its rounding.
 
     Where a kernel multiplies by the decay rounded to float32, 4,096 tokens add up to 4e-5, in bfloat16 to 1e-2 and more.
     """
-    exact, row = oracle.prefill(call), TOLERANCES[target.backend, call["q"].dtype]
+    exact, row = oracle.prefill(call), target.arithmetic(call["q"].dtype, op)
 
     def tolerance(tokens: int) -> float:
         return max(row.arithmetic, math.sqrt(tokens) * torch.finfo(torch.float32).eps)  # the pool is rounded at every token, now up, now down
@@ -265,7 +268,7 @@ def check_drift(target: Target, call: Call, states: dict[int, Tensor], o: Tensor
     for tokens, S in states.items():
         assert_close(S.cpu(), exact.states[0][tokens], tolerance(tokens), f"{target}: state after {tokens} tokens")
     wanted = exact.o
-    assert_close(o.cpu(), wanted, max(tolerance(o.shape[1]), target.tolerance(wanted, call["q"].dtype, o.dtype)), f"{target}: output")
+    assert_close(o.cpu(), wanted, max(tolerance(o.shape[1]), target.tolerance(wanted, call["q"].dtype, o.dtype, op=op)), f"{target}: output")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -289,7 +292,7 @@ def test_long_decode_does_not_drift(target: Target, dtype: torch.dtype):
         target.run("packed_decode_kda", fixed | rows)
         if (t + 1) % 512 == 0:
             states[t + 1] = pool[slot].clone()
-    check_drift(target, tokens | {"initial_state": start}, states, outs[None, :, 0])
+    check_drift(target, "packed_decode_kda", tokens | {"initial_state": start}, states, outs[None, :, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -300,4 +303,4 @@ def test_long_prefill_does_not_drift(target: Target, op: str, dtype: torch.dtype
     call["beta"] = 0.01 * call["beta"].float()
     start, slot = call["initial_state"].clone(), int(call["initial_state_indices"][0])
     o = target.run(op, call)
-    check_drift(target, call | {"initial_state": start}, {4096: call["initial_state"][slot]}, o)
+    check_drift(target, op, call | {"initial_state": start}, {4096: call["initial_state"][slot]}, o)
