@@ -46,14 +46,7 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {
-        "p_pool": pool,
-        "p_A_log": "fp32",
-        "p_dt_bias": "fp32",
-        "p_track": "fp32",
-        "p_space": "fp32",
-        **{f"p_{name}": "i32" for name in INTEGERS},
-    }
+    types = {f"p_{name}": "i32" for name in INTEGERS} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "space")} | {"p_pool": pool}
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):
         name = parameter.name
@@ -99,16 +92,16 @@ def prepare(wide: str, unit: int = UNIT) -> dict[str, Any]:
     return build(prepare_kernel, unit=unit, warps=form.warps, **constants)
 
 
-def chain(form: config.Chain, saves: bool = False, unit: int = UNIT) -> dict[str, Any]:
-    """With the bytes of shared memory that `config` thinks it takes, and the stages that it lets run."""
-    operands = config.operands(torch.bfloat16, True)
-    chosen = config.fitting(form, 128, operands.dtype.itemsize, saves, SHARED)
+def chain(form: config.Chain, saves: bool = False, unit: int = UNIT, dim: int = 128, inputs: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """With the bytes of shared memory that `config` thinks it takes, and the stages that it lets run; `inputs` are those whose products it does."""
+    operands = config.operands(inputs, True)
+    chosen = config.fitting(form, dim, operands.dtype.itemsize, saves, SHARED)
     constants = {
-        "K": 128, "V": 128, "BK": 128, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "STAGES": chosen.stages,
+        "K": dim, "V": dim, "BK": dim, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "STAGES": chosen.stages,
         "OP": TL[operands.dtype], "PRECISION": operands.precision,
     }  # fmt: skip
     built = build(chain_kernel, absent=() if saves else STATES, unit=unit, warps=config.CHAIN_WARPS, **constants)
-    return {**built, "expected_shared": config.shared_bytes(chosen, 128, operands.dtype.itemsize, saves)}
+    return {**built, "expected_shared": config.shared_bytes(chosen, dim, operands.dtype.itemsize, saves)}
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -124,6 +117,8 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "prepare-never-any-memory": functools.partial(prepare, "never", unit=1),
     **{f"chain-{form.slice}": functools.partial(chain, form) for form in config.CHAINS},
     **{f"chain-{form.slice}-states": functools.partial(chain, form, True) for form in config.CHAINS},
+    "chain-64-256-channels": functools.partial(chain, config.CHAINS[-1], dim=256),
+    "chain-64-tf32": functools.partial(chain, config.CHAINS[-1], inputs=torch.float16),
     "chain-64-any-memory": functools.partial(chain, config.CHAINS[-1], unit=1),
 }
 

@@ -44,7 +44,9 @@ MODELS: dict[str, Settings] = {
         "layouts": ("packed",), "g_dtype": torch.float32, "beta_dtype": torch.float32, "pool_dtype": torch.bfloat16,
         "index_dtypes": (torch.int32,),
     },
-    "many-value-heads": {"heads": 16, "v_heads": 128, "k_dim": 16, "v_dim": 16, "dt_bias": False, "dtype": torch.float16, "use_qk_l2norm_in_kernel": False},
+    "many-value-heads": {
+        "heads": 16, "v_heads": 128, "k_dim": 16, "v_dim": 16, "dt_bias": False, "dtype": torch.float16, "use_qk_l2norm_in_kernel": False,
+    },
     "log-decay-fp32": {"heads": 3, "A_log": False, "beta_is_raw": False, "dtype": torch.float32, "index_dtypes": (torch.int32,), "v_dim": 96},
     "int64-batched": {"heads": 8, "k_dim": 32, "v_dim": 32, "index_dtypes": (torch.int64,), "layouts": ("batched",), "track_state": True},
 }  # fmt: skip
@@ -218,6 +220,7 @@ def test_nothing_to_compile(backend: str):
         ({"ops": ("decode",)}, "KDA125"), ({"snapshots": 1}, "KDA108"), ({"dt_bias": None}, "KDA108"), ({"device": "abacus"}, "KDA125"),
         ({"lower_bound": 5.0}, "KDA114"), ({"lower_bound": -5.0, "A_log": False}, "KDA113"), ({"backend": "pytorch"}, "KDA201"),
         ({"device": "meta"}, "KDA204"), ({"device": "meta", "backend": "torch"}, "KDA203"),
+        ({"layouts": ()}, "KDA125"), ({"ops": []}, "KDA125"), ({"index_dtypes": ()}, "KDA125"),
     ],
     ids=str,
 )  # fmt: skip

@@ -66,7 +66,7 @@ def warmup(
 
     Call it once for each kind of KDA layer (all layers of most models are of one kind) and each GPU of the process, before requests come and
     before graphs are captured. Afterwards no length, number of sequences, batch size, stride or alignment makes a call compile, as long as the
-    call agrees with what was given here. It allocates some ten MiB, and frees them. A backend that compiles nothing has nothing to do.
+    call agrees with what was given here. It allocates some tens of MiB, and frees them. A backend that compiles nothing has nothing to do.
 
     Args:
         heads, v_heads: H and HV, those of this rank; `v_heads` defaults to `heads`.
@@ -278,14 +278,18 @@ def _check(given: dict[str, Any]) -> None:
             _check_dtype(name, given[name], contract.FLOATS)
     for flag in FLAGS:
         contract.check_flag("warmup", flag, given[flag])
-    for name, known in (("layouts", LAYOUTS), ("ops", tuple(calls.OPS)), ("index_dtypes", contract.INDICES)):
+    lists: dict[str, tuple] = {"layouts": LAYOUTS, "ops": tuple(calls.OPS), "index_dtypes": contract.INDICES}
+    for name in lists:
         if isinstance(given[name], str) or not isinstance(given[name], Sequence):
             raise error("KDA108", op="warmup", argument=name, expected="a list", got=type(given[name]).__name__)
+        if not given[name]:
+            raise error("KDA125", op="warmup", option=name, got="empty", expected=", ".join(map(dtype_name, lists[name])))
+    for dtype in given["index_dtypes"]:
+        _check_dtype("index_dtypes", dtype, contract.INDICES)
+    for name in ("layouts", "ops"):
         for value in given[name]:
-            if name == "index_dtypes":
-                _check_dtype(name, value, contract.INDICES)
-            elif not guards.is_one_of(value, known):
-                raise error("KDA125", op="warmup", option=name, got=repr(value), expected=", ".join(known))
+            if not guards.is_one_of(value, lists[name]):
+                raise error("KDA125", op="warmup", option=name, got=repr(value), expected=", ".join(lists[name]))
     try:
         torch.empty(0, device=given["device"])
     except (RuntimeError, AssertionError, TypeError) as unknown:  # torch without CUDA asserts

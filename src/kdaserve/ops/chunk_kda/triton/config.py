@@ -80,10 +80,6 @@ CHAINS = (Chain(16, False, 3), Chain(32, False, 3), Chain(64, True, 3))
 (not transposed, 2 stages: 0.325 and 0.373; slice 16 transposed: 0.236 and 0.92)."""
 
 
-LAYOUTS = 2048
-"""Bytes that tiles take while they change their layout."""
-
-
 def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int, shared: int) -> Chain:
     """The smallest slice whose programs, one for each of `pairs` sequences and heads and slice, still run side by side; else the largest.
 
@@ -104,14 +100,15 @@ def fitting(form: Chain, BK: int, element: int, saves: bool, shared: int) -> Cha
 
 
 def shared_bytes(form: Chain, BK: int, element: int, saves: bool) -> int:
-    """Bytes of shared memory of a program, as Triton lays it out, or a little more.
+    """Bytes of shared memory of a program, as Triton 3.6 lays it out for Hopper, or a little more.
 
-    Chunks in flight; state and v' on their way into a product; and what one place serves one after the other: a state to save, and tiles that
-    change their layout.
+    Chunks in flight, but for one decay; state and v' on their way into a product; a tile that changes its layout on the way to memory.
     """
-    flight = form.stages * (CHUNK * (3 * BK + 2 * CHUNK) * element + 4 * BK)
-    operands = 0 if form.transposed else form.slice * (BK + 3 * CHUNK) * element
-    return flight + operands + max(form.slice * BK * 4 if saves else 0, LAYOUTS if form.transposed else 0)
+    flight = form.stages * CHUNK * (3 * BK + 2 * CHUNK) * element + (form.stages - 1) * 4 * BK
+    if form.transposed:
+        state = form.slice * BK * 4
+        return flight + (state if element == 4 else 0) + (state if saves else 2048)
+    return flight + form.slice * (BK + 3 * CHUNK) * element + form.slice * CHUNK * element
 
 
 @functools.cache
