@@ -69,7 +69,32 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
     assert found, usage
     counts = collections.Counter(re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", sass))
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": compiled.metadata.shared, "instructions": counts}
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": compiled.metadata.shared,
+        "instructions": counts,
+        "late_fences": late_fences(compiled.asm["ttgir"]),
+    }
+
+
+def late_fences(ttgir: str) -> list[str]:
+    """Operands of asynchronous products that threads write to shared memory, with a barrier between the writing and the fence that makes it visible.
+
+    Such a barrier orders nothing for the products, and Triton 3.6 puts no second one behind the fence.
+    """
+    found: list[str] = []
+    open_operands: list[str] = []
+    for line in ttgir.splitlines() if "warp_group_dot" in ttgir else ():
+        allocated = re.match(r"\s*(%\S+) = ttg\.local_alloc %", line)
+        if allocated:
+            open_operands.append(allocated[1])
+        elif "fence_async_shared" in line:
+            open_operands = []
+        elif re.search(r"ttg\.(convert_layout|async_wait|local_load)|tt\.reduce|scf\.if|gpu\.barrier", line):
+            found += open_operands
+            open_operands = []
+    return found
 
 
 def decode(pool: str, rows: int, warps: int = 1, gate: str = "bounded", unit: int = UNIT) -> dict[str, Any]:
@@ -87,7 +112,7 @@ def prepare(wide: str, unit: int = UNIT) -> dict[str, Any]:
     constants = {
         "K": 128, "V": 128, "BK": 128, "BV": 128, "BS": form.slice, "GATE": "bounded" if wide == "never" else "softplus",
         "L2NORM": True, "BETA_RAW": True, "WIDE": wide, "PARTS": operands.parts, "OP": TL[operands.dtype], "PRECISION": operands.precision,
-        "MERGE": TL[operands.merge], "num_stages": form.stages,
+        "MERGE": TL[operands.merge], "MERGE_PRECISION": operands.merge_precision, "num_stages": form.stages,
     }  # fmt: skip
     return build(prepare_kernel, unit=unit, warps=form.warps, **constants)
 
@@ -101,7 +126,7 @@ def chain(form: config.Chain, saves: bool = False, unit: int = UNIT, dim: int = 
         "OP": TL[operands.dtype], "PRECISION": operands.precision,
     }  # fmt: skip
     built = build(chain_kernel, absent=() if saves else STATES, unit=unit, warps=config.CHAIN_WARPS, **constants)
-    return {**built, "expected_shared": config.shared_bytes(chosen, dim, operands.dtype.itemsize, saves)}
+    return built if chosen.stages == 1 else {**built, "expected_shared": config.shared_bytes(chosen, dim, operands.dtype.itemsize, saves)}
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -117,8 +142,11 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "prepare-never-any-memory": functools.partial(prepare, "never", unit=1),
     **{f"chain-{form.slice}": functools.partial(chain, form) for form in config.CHAINS},
     **{f"chain-{form.slice}-states": functools.partial(chain, form, True) for form in config.CHAINS},
-    "chain-64-256-channels": functools.partial(chain, config.CHAINS[-1], dim=256),
-    "chain-64-tf32": functools.partial(chain, config.CHAINS[-1], inputs=torch.float16),
+    "chain-alone-256-channels": functools.partial(chain, config.ALONE, dim=256),
+    "chain-alone-tf32": functools.partial(chain, config.ALONE, inputs=torch.float16),
+    "chain-alone-three-tf32": functools.partial(chain, config.ALONE, inputs=torch.float32),
+    "chain-16-any-memory": functools.partial(chain, config.CHAINS[0], unit=1),
+    "chain-16-states-any-memory": functools.partial(chain, config.CHAINS[0], True, unit=1),
     "chain-64-any-memory": functools.partial(chain, config.CHAINS[-1], unit=1),
 }
 
@@ -133,9 +161,9 @@ def compilations(kernel: Kernel, unit: int) -> int:
     found = set()
     for number in (0, 1, 3, 8, 16, 2**33):
         for offset in (0,) if unit > 1 else (0, 1):
-            tensor = torch.zeros(16)[offset:]
+            pointers = [torch.zeros(16)[offset if p.do_not_specialize_on_alignment else 0 :] for p in form.params if p.name in kernel.pointers]
             numbers = [float(number) if p.annotation_type == "fp32" else number for p in form.params if p.name in kernel.numbers]
-            found.add(str(types(*[tensor] * len(kernel.pointers), *numbers, *constants)[1]))
+            found.add(str(types(*pointers, *numbers, *constants)[1]))
     return len(found)
 
 

@@ -3,7 +3,7 @@
 By default Triton compiles a kernel anew when an integer is 1 or becomes divisible by 16, and when a pointer is or is not aligned to 16 bytes. Here
 no number is looked at. A kernel has two forms instead: one for memory that vector loads can read, and one for any memory. The form is the
 constant `UNIT`, in elements: with 8, base pointers are aligned to 16 bytes and strides are passed divided by 8, so that the compiler sees from
-``stride * UNIT`` what divides them; with 1, nothing is assumed.
+``stride * UNIT`` what divides them; with 1, nothing is assumed but of memory that the library allocates itself.
 
 Triton's own launch works out types and constants of all arguments each time. On triton 3.6 with CUDA a kernel that has run once is launched
 through its compiled form instead; elsewhere, in the interpreter, and while a profiler listens, the usual way.
@@ -40,7 +40,7 @@ class Kernel:
     `UNIT`. An optional tensor is None.
     """
 
-    def __init__(self, function: Callable, vectors: Sequence[str]) -> None:
+    def __init__(self, function: Callable, vectors: Sequence[str], own: Sequence[str]) -> None:
         parameters = inspect.signature(function).parameters.values()
         self.name = function.__name__
         self.constants = [p.name for p in parameters if "constexpr" in str(p.annotation)]
@@ -49,7 +49,7 @@ class Kernel:
         assert [*self.pointers, *self.numbers, *self.constants] == [p.name for p in parameters], f"order of the parameters of {self.name}"
         assert self.constants[-1] == "UNIT", f"last parameter of {self.name}"
         self.vectors = [self.pointers.index(name) for name in vectors]
-        self.forms = {unit: self._jit(function, vectors if unit > 1 else ()) for unit in (UNIT, 1)}
+        self.forms = {unit: self._jit(function, [*own, *vectors] if unit > 1 else own) for unit in (UNIT, 1)}
         self.compiled: dict[tuple, Any] = {}
         """By types, constants and form, what has been launched; None where Triton's own launch stays in use."""
 
@@ -58,9 +58,14 @@ class Kernel:
         return triton.jit(function, do_not_specialize=self.numbers, do_not_specialize_on_alignment=free)
 
 
-def kernel(*vectors: str) -> Callable[[Callable], Kernel]:
-    """Decorator that makes a `Kernel`; `vectors` are the pointers that are read or written several elements at once."""
-    return lambda function: Kernel(function, vectors)
+def kernel(*vectors: str, own: Sequence[str] = ()) -> Callable[[Callable], Kernel]:
+    """Decorator that makes a `Kernel`.
+
+    Args:
+        vectors: the pointers that are read or written several elements at once.
+        own: those of them to tensors that the library allocates, which start at multiples of 16 bytes always.
+    """
+    return lambda function: Kernel(function, vectors, own)
 
 
 class Launch:

@@ -19,7 +19,7 @@ PADDING = 16
 """Padding rows zeroed at once."""
 
 
-@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_pool", "p_track", "p_h")
+@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_pool", "p_track", own=["p_h"])
 def recurrent_kda_kernel(
     p_q,
     p_k,

@@ -65,9 +65,9 @@ def compiled() -> int:
 def _chain(call: PrefillCall, sequences: int) -> config.Chain:
     """The form of the chain kernel for so many sequences like those of `call`."""
     HV, K, V = (call.sizes[s] for s in ("HV", "K", "V"))
-    element = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype.itemsize
+    products = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
     saves = call.output_intermediate_states or call.track_state is not None or (call.snapshots is not None and len(call.snapshots.slot) > 0)
-    return config.chain(sequences * HV, K, V, element, saves, *config.processor(call.q.device))
+    return config.chain(sequences * HV, K, V, products, saves, *config.processor(call.q.device))
 
 
 class Launches:
@@ -88,7 +88,8 @@ class Launches:
                 prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T, H, HV),
                 K=K, V=V, BK=BK, BV=BV, BS=min(kernel.slice, BK),
                 GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
-                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], num_warps=kernel.warps, num_stages=kernel.stages,
+                WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], MERGE_PRECISION=form.merge_precision,
+                num_warps=kernel.warps, num_stages=kernel.stages,
             )  # fmt: skip
 
         self._prepares = [prepare("never", config.PREPARE)] if bounded else [prepare("marked", config.PREPARE), prepare("only", config.PREPARE_WIDE)]

@@ -9,19 +9,26 @@ from kdaserve.ops.jit.states import NEVER, save_snapshots, save_states
 
 
 @triton.jit
-def through_chunk(b_S, b_v, b_kd, b_qd, b_ke, b_qk, b_M, b_decay, TRANSPOSED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
-    """E8 to E11 of one chunk, E8 and E9 as v' = M beta (v - (k exp G) S); beta is in M.
+def read(b_rows, b_state, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """What rows `[C, K]` read from a state."""
+    if TRANSPOSED:
+        return tl.dot(b_state, tl.trans(b_rows), input_precision=PRECISION)
+    else:
+        return tl.dot(b_rows, b_state, input_precision=PRECISION)
+
+
+@triton.jit
+def through_chunk(b_S, b_state, b_r, b_qd, b_ke, b_qk, b_M, b_decay, TRANSPOSED: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr):
+    """E9 to E11 of one chunk; b_r is v - (k exp G) S, b_state the state as an operand, and beta is in b_M.
 
     v' enters its products as two bf16 numbers. With equal keys its rows are differences that add up again in E10 and E11, and so would the
     rounding of one: 2.6e-2 of the output.
     """
-    b_state = b_S.to(OP)
-    b_S = b_S * (b_decay[None, :] if TRANSPOSED else b_decay[:, None])
+    b_o = read(b_qd, b_state, TRANSPOSED, PRECISION)
     if TRANSPOSED:
-        b_r = (b_v.to(tl.float32) - tl.dot(b_state, tl.trans(b_kd), input_precision=PRECISION)).to(OP)
+        b_S = b_S * b_decay[None, :]
         b_r = tl.dot(b_r, tl.trans(b_M), input_precision=PRECISION)  # E9
         b_high = b_r.to(OP)
-        b_o = tl.dot(b_state, tl.trans(b_qd), input_precision=PRECISION)
         b_o = tl.dot(b_high, tl.trans(b_qk), acc=b_o, input_precision=PRECISION)  # E10
         b_S = tl.dot(b_high, b_ke, acc=b_S, input_precision=PRECISION)  # E11
         if OP == tl.bfloat16:
@@ -29,10 +36,9 @@ def through_chunk(b_S, b_v, b_kd, b_qd, b_ke, b_qk, b_M, b_decay, TRANSPOSED: tl
             b_o = tl.dot(b_low, tl.trans(b_qk), acc=b_o)
             b_S = tl.dot(b_low, b_ke, acc=b_S)
     else:
-        b_r = (b_v.to(tl.float32) - tl.dot(b_kd, b_state, input_precision=PRECISION)).to(OP)
+        b_S = b_S * b_decay[:, None]
         b_r = tl.dot(b_M, b_r, input_precision=PRECISION)  # E9
         b_high = b_r.to(OP)
-        b_o = tl.dot(b_qd, b_state, input_precision=PRECISION)
         b_o = tl.dot(b_qk, b_high, acc=b_o, input_precision=PRECISION)  # E10
         b_S = tl.dot(tl.trans(b_ke), b_high, acc=b_S, input_precision=PRECISION)  # E11
         if OP == tl.bfloat16:
@@ -51,7 +57,7 @@ def across(o_row, o_col, TRANSPOSED: tl.constexpr):
         return o_row[:, None], o_col[None, :]
 
 
-@kernel("p_space", "p_v", "p_o", "p_pool", "p_h", "p_track")
+@kernel("p_v", "p_o", "p_pool", "p_track", own=["p_space", "p_h"])
 def chain_kernel(
     p_space, p_v, p_o, p_pool, p_index, p_cu, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     v_b: tl.int64, v_t: tl.int64, v_h: tl.int64, o_b: tl.int64, o_t: tl.int64, o_h: tl.int64,
@@ -110,9 +116,6 @@ def chain_kernel(
     o_ck = o_c[:, None] * BK + o_k[None, :]
     o_cc = o_c[:, None] * C + o_c[None, :] + 3 * C * BK
     for i_c in tl.range(0, chunks, num_stages=STAGES):
-        if p_h is not None:
-            tl.store(p_h + o_S, b_S.to(p_h.dtype.element_ty), mask=m_S)
-            p_h += HV * V * K
         next_save = save_states(b_S, i_c, next_save, tracked, i_n, o_S, m_S, p_pool, pool_s, p_track, p_sequence, p_tokens, p_slot, M)
         m_o = (t_c < length - i_c * C) & (t_v < V)
         p_decay, _, p_units = places(p_space, 0, BK, OP)
@@ -123,7 +126,13 @@ def chain_kernel(
         b_qk = tl.load(p_units + o_cc)
         b_ke = tl.load(p_units + 2 * C * BK + o_ck)
         b_decay = tl.load(p_decay + o_k)
-        b_S, b_o = through_chunk(b_S, b_v, b_kd, b_qd, b_ke, b_qk, b_M, b_decay, TRANSPOSED, OP, PRECISION)
+        b_state = b_S.to(OP)
+        b_read = read(b_kd, b_state, TRANSPOSED, PRECISION)
+        if p_h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)
+            tl.store(p_h + o_S, b_S.to(p_h.dtype.element_ty), mask=m_S)
+            p_h += HV * V * K
+        b_r = (b_v.to(tl.float32) - b_read).to(OP)  # E8, with E9 put around it: w and u are never formed
+        b_S, b_o = through_chunk(b_S, b_state, b_r, b_qd, b_ke, b_qk, b_M, b_decay, TRANSPOSED, OP, PRECISION)
         tl.store(p_o + t_c * o_t + t_v, b_o.to(p_o.dtype.element_ty), mask=m_o)
         p_v += C * v_t
         p_o += C * o_t

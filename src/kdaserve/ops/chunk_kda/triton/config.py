@@ -18,23 +18,25 @@ class Operands:
     Attributes:
         dtype: of their operands, and of the tiles in the workspace.
         precision: of products of fp32 operands.
-        merge: operands of the triangular inverse. Between normed keys its entries stay near 1, and fp16 has three bits more than bf16.
+        merge, merge_precision: the same in the triangular inverse. Between normed keys its entries stay near 1, and fp16 has three bits more than
+            bf16; between other keys they have no bound.
         parts: bf16 numbers that stand for a log decay in sums on the matrix units; 1 = none, fp32 itself.
     """
 
     dtype: torch.dtype
     precision: str
     merge: torch.dtype
+    merge_precision: str
     parts: int
 
 
 def operands(inputs: torch.dtype, normed: bool) -> Operands:
     """bf16 products for bf16 inputs; tf32 keeps the 11 bits of fp16 inputs and has the range that decay factors need; three tf32 make an fp32."""
     if INTERPRETED:  # it multiplies in numpy, which has no bf16
-        return Operands(torch.float32, "ieee", torch.float32, 1)
+        return Operands(torch.float32, "ieee", torch.float32, "ieee", 1)
     if inputs == torch.bfloat16:
-        return Operands(torch.bfloat16, "tf32", torch.float16 if normed else torch.float32, 2)
-    return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, 3)
+        return Operands(torch.bfloat16, "tf32", *((torch.float16, "tf32") if normed else (torch.float32, "tf32x3")), 2)
+    return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, "tf32x3", 3)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,16 +82,27 @@ CHAINS = (Chain(16, False, 3), Chain(32, False, 3), Chain(64, True, 3))
 (not transposed, 2 stages: 0.325 and 0.373; slice 16 transposed: 0.236 and 0.92)."""
 
 
-def chain(pairs: int, K: int, V: int, element: int, saves: bool, processors: int, shared: int) -> Chain:
+ALONE = Chain(16, True, 1)
+"""For operands in fp32, and where shared memory does not hold two chunks in any form.
+
+A chunk then comes through registers, and the asynchronous matrix instructions of Hopper may not see all of it (docs/facts.md); with a left operand of
+16 rows Triton does not use them. There is one such form, so that a sequence has the same bits in any company (S10). It is slow: four warps do the same.
+"""
+
+
+def chain(pairs: int, K: int, V: int, products: Operands, saves: bool, processors: int, shared: int) -> Chain:
     """The smallest slice whose programs, one for each of `pairs` sequences and heads and slice, still run side by side; else the largest.
 
     Args:
-        pairs: sequences times heads; element: bytes of an operand; saves: whether states are handed out on the way; processors: multiprocessors;
-            shared: bytes of shared memory a program may use.
+        pairs: sequences times heads; saves: whether states are handed out on the way; processors: multiprocessors; shared: bytes of shared memory
+            a program may use.
     """
+    BK, element = padded(K), products.dtype.itemsize
+    if products.dtype == torch.float32 or any(fitting(form, BK, element, True, shared).stages < 2 for form in CHAINS):
+        return ALONE
     forms = [form for form in CHAINS if form.slice <= padded(V)]
     form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
-    return fitting(form, padded(K), element, saves, shared)
+    return fitting(form, BK, element, saves, shared)
 
 
 def fitting(form: Chain, BK: int, element: int, saves: bool, shared: int) -> Chain:

@@ -121,7 +121,7 @@ def zero_padding(p_o, o_t, first, end, T, V: tl.constexpr, BV: tl.constexpr):
         tl.store(p_row, tl.zeros([8, BV], p_o.dtype.element_ty), mask=((o_r >= end) & (o_r < T))[:, None] & (o_v < V)[None, :])
 
 
-@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_space")
+@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_space"])
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_space,
     q_b: tl.int64, q_t: tl.int32, q_h: tl.int64, k_b: tl.int64, k_t: tl.int32, k_h: tl.int64, g_b: tl.int64, g_t: tl.int32, g_h: tl.int64,
@@ -129,7 +129,8 @@ def prepare_kernel(
     N: tl.int32, T: tl.int32, H: tl.int32, HV: tl.int32, scale: tl.float32, lower_bound: tl.float32,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BS: tl.constexpr,
     GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_RAW: tl.constexpr,
-    WIDE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr, MERGE: tl.constexpr, UNIT: tl.constexpr,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+    MERGE: tl.constexpr, MERGE_PRECISION: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record of the workspace.
 
@@ -295,10 +296,10 @@ def prepare_kernel(
     if BETA_RAW:
         b_beta1 = tl.where(m_1, sigmoid(b_beta1), 0.0)
         b_beta2 = tl.where(m_2, sigmoid(b_beta2), 0.0)
-    b_M11 = inverse(tl.where(row > col, b_A11, 0.0) * b_beta1[:, None], MERGE, PRECISION)  # E7
-    b_M22 = inverse(tl.where(row > col, b_A22, 0.0) * b_beta2[:, None], MERGE, PRECISION)
-    b_M21 = tl.dot(b_M22.to(MERGE), (b_A21 * b_beta2[:, None]).to(MERGE), input_precision=PRECISION).to(MERGE)
-    b_M21 = -tl.dot(b_M21, b_M11.to(MERGE), input_precision=PRECISION)
+    b_M11 = inverse(tl.where(row > col, b_A11, 0.0) * b_beta1[:, None], MERGE, MERGE_PRECISION)  # E7
+    b_M22 = inverse(tl.where(row > col, b_A22, 0.0) * b_beta2[:, None], MERGE, MERGE_PRECISION)
+    b_M21 = tl.dot(b_M22.to(MERGE), (b_A21 * b_beta2[:, None]).to(MERGE), input_precision=MERGE_PRECISION).to(MERGE)
+    b_M21 = -tl.dot(b_M21, b_M11.to(MERGE), input_precision=MERGE_PRECISION)
     tl.store(p_M + o_11, (b_M11 * b_beta1[None, :]).to(OP))
     tl.store(p_M + o_11 + HALF, tl.zeros([HALF, HALF], OP))
     tl.store(p_M + o_21, (b_M21 * b_beta1[None, :]).to(OP))
