@@ -86,7 +86,7 @@ ALONE = Chain(16, True, 1)
 """For operands in fp32, and where shared memory does not hold two chunks in any form.
 
 A chunk then comes through registers, and the asynchronous matrix instructions of Hopper may not see all of it (docs/facts.md); with a left operand of
-16 rows Triton does not use them. There is one such form, so that a sequence has the same bits in any company (S10). It is slow: four warps do the same.
+16 rows Triton does not use them. There is one such form, so that a sequence has the same bits in any company (S10). It is slow: all warps do the same.
 """
 
 
@@ -98,7 +98,8 @@ def chain(pairs: int, K: int, V: int, products: Operands, saves: bool, processor
             a program may use.
     """
     BK, element = padded(K), products.dtype.itemsize
-    if products.dtype == torch.float32 or any(fitting(form, BK, element, True, shared).stages < 2 for form in CHAINS):
+    on_gpu_in_fp32 = products.dtype == torch.float32 and not INTERPRETED
+    if on_gpu_in_fp32 or any(fitting(form, BK, element, True, shared).stages < 2 for form in CHAINS):
         return ALONE
     forms = [form for form in CHAINS if form.slice <= padded(V)]
     form = next((f for f in forms if pairs * -(-V // f.slice) <= processors), forms[-1])
