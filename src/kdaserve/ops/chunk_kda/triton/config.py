@@ -86,7 +86,7 @@ ALONE = Chain(16, True, 1)
 """For operands in fp32, and where shared memory does not hold two chunks in any form.
 
 A chunk then comes through registers, and the asynchronous matrix instructions of Hopper may not see all of it (docs/facts.md); with a left operand of
-16 rows Triton does not use them. There is one such form, so that a sequence has the same bits in any company (S10). It is slow: all warps do the same.
+16 rows Triton does not use them. There is one such form, so the company of a sequence shows in no bit (S10). It is slow: its warps repeat each other.
 """
 
 
