@@ -36,8 +36,8 @@ def pytest_configure() -> None:
     _round_in_the_interpreter()
 
 
-PARAMETERS_INTERPRETED = 3
-"""How many sets of parameters of a test Triton's interpreter runs: it takes a second for what a GPU, where all run, does in microseconds."""
+PARAMETERS_INTERPRETED = {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2}
+"""How many sets of parameters of a test Triton's interpreter runs, by op: it takes seconds for what a GPU, where all run, does in microseconds."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,11 +46,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         if dispatch.INTERPRETED and Target("triton", "cpu") in [value for value in parameters.values() if isinstance(value, Target)]:
-            groups[item.nodeid.split("[")[0], parameters.get("op"), parameters.get("every_op")].append(item)
+            groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op")].append(item)
     taken_out: set[pytest.Item] = set()
-    for group in groups.values():
+    for (_, op), group in groups.items():
         short = [item for item in group if item.get_closest_marker("long") is None]
-        kept = {short[round(i * (len(short) - 1) / (PARAMETERS_INTERPRETED - 1))] for i in range(PARAMETERS_INTERPRETED)} if short else set()
+        count = PARAMETERS_INTERPRETED[op]
+        kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
         taken_out |= set(group) - kept
     config.hook.pytest_deselected(items=list(taken_out))
     items[:] = [item for item in items if item not in taken_out]

@@ -35,33 +35,12 @@ TILES: tuple[tuple[int, Tile, Tile], ...] = (
 
 @kernel("p_qkv", "p_a", "p_dt_bias", "p_pool")
 def packed_decode_kda_kernel(
-    p_qkv,
-    p_a,
-    p_b,
-    p_A_log,
-    p_dt_bias,
-    p_pool,
-    p_out,
-    p_index,
-    qkv_b: tl.int64,
-    a_b: tl.int64,
-    pool_s: tl.int64,
-    b_b: tl.int64,
-    out_b: tl.int64,
-    out_h: tl.int64,
-    out_v: tl.int64,
-    scale: tl.float32,
+    p_qkv, p_a, p_b, p_A_log, p_dt_bias, p_pool, p_out, p_index,
+    qkv_b: tl.int64, a_b: tl.int64, pool_s: tl.int64, b_b: tl.int64, out_b: tl.int64, out_h: tl.int64, out_v: tl.int64, scale: tl.float32,
     lower_bound: tl.float32,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+    L2NORM: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """One program a request, head and slice of V."""
     i_program = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV

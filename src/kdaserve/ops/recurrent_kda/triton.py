@@ -9,6 +9,7 @@ from torch import Tensor
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
+from kdaserve.ops.jit.prefill import snapshots_of
 from kdaserve.ops.jit.states import save_snapshots, save_states
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
@@ -21,62 +22,15 @@ PADDING = 16
 
 @kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_pool", "p_track", own=["p_h"])
 def recurrent_kda_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_g,
-    p_beta,
-    p_A_log,
-    p_dt_bias,
-    p_pool,
-    p_index,
-    p_cu_seqlens,
-    p_out,
-    p_h,
-    p_chunk_offsets,
-    p_track,
-    p_track_chunk,
-    p_sequence,
-    p_tokens,
-    p_slot,
-    q_b: tl.int64,
-    q_t: tl.int64,
-    q_h: tl.int64,
-    k_b: tl.int64,
-    k_t: tl.int64,
-    k_h: tl.int64,
-    g_b: tl.int64,
-    g_t: tl.int64,
-    g_h: tl.int64,
-    pool_s: tl.int64,
-    track_s: tl.int64,
-    v_b: tl.int64,
-    v_t: tl.int64,
-    v_h: tl.int64,
-    beta_b: tl.int64,
-    beta_t: tl.int64,
-    beta_h: tl.int64,
-    out_b: tl.int64,
-    out_t: tl.int64,
-    out_h: tl.int64,
-    out_v: tl.int64,
-    N: tl.int32,
-    T: tl.int64,
-    M: tl.int32,
-    scale: tl.float32,
+    p_q, p_k, p_v, p_g, p_beta, p_A_log, p_dt_bias, p_pool, p_index, p_cu_seqlens, p_out, p_h, p_chunk_offsets, p_track, p_track_chunk,
+    p_sequence, p_tokens, p_slot,
+    q_b: tl.int64, q_t: tl.int64, q_h: tl.int64, k_b: tl.int64, k_t: tl.int64, k_h: tl.int64, g_b: tl.int64, g_t: tl.int64, g_h: tl.int64,
+    pool_s: tl.int64, track_s: tl.int64, v_b: tl.int64, v_t: tl.int64, v_h: tl.int64, beta_b: tl.int64, beta_t: tl.int64, beta_h: tl.int64,
+    out_b: tl.int64, out_t: tl.int64, out_h: tl.int64, out_v: tl.int64, N: tl.int32, T: tl.int64, M: tl.int32, scale: tl.float32,
     lower_bound: tl.float32,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PADDING: tl.constexpr,
-    GATE: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_RAW: tl.constexpr,
-    UNIT: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PADDING: tl.constexpr,
+    GATE: tl.constexpr, L2NORM: tl.constexpr, BETA_RAW: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
     """One program a sequence, head and slice of V. With `out` = `v` it reads every value of its slice before it writes there."""
     i_program = tl.program_id(0)
     NV: tl.constexpr = (V + BV - 1) // BV
@@ -183,9 +137,7 @@ def recurrent_kda_kernel(
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `recurrent_kda`."""
-    out, h, snapshots = output(call), new_states(call), None
-    if call.snapshots is not None and len(call.snapshots.slot):
-        snapshots = call.snapshots.on(call.q.device)
+    out, h, snapshots = output(call), new_states(call), snapshots_of(call)
     if call.sizes["N"] == 0:
         return out.zero_(), h
     tensors = (

@@ -14,6 +14,7 @@ from kdaserve.ops.chunk_kda.triton.space import C, size
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
 from kdaserve.ops.jit.math import LOG2_E
+from kdaserve.ops.jit.prefill import options, snapshots_of
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
 
@@ -24,22 +25,12 @@ TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    out, h, snapshots = output(call), new_states(call), None
-    if call.snapshots is not None and len(call.snapshots.slot):
-        snapshots = call.snapshots.on(call.q.device)
+    out, h, snapshots = output(call), new_states(call), snapshots_of(call)
     if call.sizes["N"] == 0:
         return out.zero_(), h
     o = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
     bounded = call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
-    key = (
-        Launches,
-        bounded,
-        gate_name(call),
-        call.use_qk_l2norm_in_kernel,
-        call.beta_is_raw,
-        h is None,
-        snapshots and tuple(x.dtype for x in snapshots),
-    )
+    key = (Launches, bounded, *options(call, h, snapshots))
     launches = call.layout.prepared.get(key)
     if launches is None:
         launches = call.layout.prepared[key] = Launches(call, o, h, snapshots, bounded)
@@ -66,7 +57,7 @@ def _chain(call: PrefillCall, sequences: int) -> config.Chain:
     """The form of the chain kernel for so many sequences like those of `call`."""
     HV, K, V = (call.sizes[s] for s in ("HV", "K", "V"))
     products = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
-    saves = call.output_intermediate_states or call.track_state is not None or (call.snapshots is not None and len(call.snapshots.slot) > 0)
+    saves = call.output_intermediate_states or call.track_state is not None or snapshots_of(call) is not None
     return config.chain(sequences * HV, K, V, products, saves, *config.processor(call.q.device))
 
 

@@ -99,6 +99,25 @@ def meet_by_levels(b_q, b_k, b_high, b_mid, b_low, b_A, b_qk, PARTS: tl.constexp
 
 
 @triton.jit
+def meet(
+    b_q, b_k, b_around, b_high, b_mid, b_low, b_A, b_qk, b_widest,
+    WIDE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """E6 and the q.k of E10 inside a half: pairs meet at its middle, or with WIDE = "only" by levels. b_widest keeps the widest decays seen."""
+    if WIDE == "only":
+        b_A, b_qk = meet_by_levels(b_q, b_k, b_high, b_mid, b_low, b_A, b_qk, PARTS, OP, PRECISION)
+    else:
+        b_e = sums(b_around, b_high, b_mid, b_low, PARTS)
+        if WIDE == "marked":
+            b_widest = tl.maximum(b_widest, tl.abs(b_e))
+        b_factor = tl.exp2(b_e)
+        b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
+        b_A = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A, input_precision=PRECISION)  # E6
+        b_qk = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk, input_precision=PRECISION)
+    return b_A, b_qk, b_widest
+
+
+@triton.jit
 def inverse(b_A, MERGE: tl.constexpr, PRECISION: tl.constexpr):
     """E7 of a half: from blocks of 2 to the whole by halves, [[M1, 0], [-M2 A21 M1, M2]]."""
     row = tl.arange(0, HALF)[:, None]
@@ -243,16 +262,9 @@ def prepare_kernel(
 
         b_k = tl.load(p_k + i_k + o_k, mask=m_1s, other=0.0).to(tl.float32) * k_norm1[:, None]
         b_q = tl.load(p_q + i_k + o_q, mask=m_1s, other=0.0).to(tl.float32) * q_norm1[:, None]
-        if WIDE == "only":
-            b_A11, b_qk11 = meet_by_levels(b_q, b_k, b_high1, b_mid1, b_low1, b_A11, b_qk11, PARTS, OP, PRECISION)
-        else:
-            b_e = sums(b_around, b_high1, b_mid1, b_low1, PARTS)
-            if WIDE == "marked":
-                b_widest = tl.maximum(b_widest, tl.abs(b_e))
-            b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
-            b_factor = tl.exp2(b_e)
-            b_A11 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A11, input_precision=PRECISION)  # E6
-            b_qk11 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk11, input_precision=PRECISION)
+        b_A11, b_qk11, b_widest = meet(
+            b_q, b_k, b_around, b_high1, b_mid1, b_low1, b_A11, b_qk11, b_widest, WIDE, PARTS, OP, PRECISION
+        )  # fmt: skip
         b_factor = tl.exp2(sums(b_before, b_high1, b_mid1, b_low1, PARTS))
         tl.store(p_qd + i_k + o_1, (b_q * b_factor).to(OP))
         tl.store(p_kd + i_k + o_1, (b_k * b_factor).to(OP))
@@ -272,16 +284,9 @@ def prepare_kernel(
         tl.store(p_kd + i_k + o_2, (b_k * b_factor).to(OP))
         tl.store(p_decay + i_k + 0 * row + o_s[None, :], b_factor, mask=row == HALF - 1)
         tl.store(p_ke + i_k + o_2, (b_k * tl.exp2(sums(b_after, b_high2, b_mid2, b_low2, PARTS))).to(OP))
-        if WIDE == "only":
-            b_A22, b_qk22 = meet_by_levels(b_q, b_k, b_high2, b_mid2, b_low2, b_A22, b_qk22, PARTS, OP, PRECISION)
-        else:
-            b_e = sums(b_around, b_high2, b_mid2, b_low2, PARTS)
-            if WIDE == "marked":
-                b_widest = tl.maximum(b_widest, tl.abs(b_e))
-            b_cols = tl.trans((b_k * tl.exp2(-b_e)).to(OP))
-            b_factor = tl.exp2(b_e)
-            b_A22 = tl.dot((b_k * b_factor).to(OP), b_cols, acc=b_A22, input_precision=PRECISION)  # E6
-            b_qk22 = tl.dot((b_q * b_factor).to(OP), b_cols, acc=b_qk22, input_precision=PRECISION)
+        b_A22, b_qk22, b_widest = meet(
+            b_q, b_k, b_around, b_high2, b_mid2, b_low2, b_A22, b_qk22, b_widest, WIDE, PARTS, OP, PRECISION
+        )  # fmt: skip
     if WIDE == "marked":
         tl.store(p_wide, (tl.max(tl.max(b_widest, 1), 0) > WIDEST).to(tl.float32))
 
