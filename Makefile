@@ -15,7 +15,8 @@ demo: .venv/installed
 	$(BIN)/kdaserve demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest --numprocesses auto
+	# One thread each: those of numpy and torch would only wait for each other.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
 
 lint: .venv/installed
 	$(BIN)/ruff check .
