@@ -40,8 +40,13 @@ PARAMETERS_INTERPRETED = {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda
 """How many sets of parameters of a test Triton's interpreter runs, by op: it takes seconds for what a GPU, where all run, does in microseconds."""
 
 
+def is_long(item: pytest.Item) -> bool:
+    """Whether a test is marked `long`, or is run forty times by hypothesis."""
+    return item.get_closest_marker("long") is not None or getattr(getattr(item, "function", None), "is_hypothesis_test", False)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Takes out what would take the interpreter too long: tests marked `long`, and of the others most parameters, evenly."""
+    """Takes out what would take the interpreter too long: long tests, and of the others most parameters, evenly."""
     groups: dict[tuple, list[pytest.Item]] = defaultdict(list)
     for item in items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
@@ -49,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op")].append(item)
     taken_out: set[pytest.Item] = set()
     for (_, op), group in groups.items():
-        short = [item for item in group if item.get_closest_marker("long") is None]
+        short = [item for item in group if not is_long(item)]
         count = PARAMETERS_INTERPRETED[op]
         kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
         taken_out |= set(group) - kept

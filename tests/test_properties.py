@@ -1,6 +1,5 @@
 """Random calls of every shape the contract allows, against the float64 recurrence."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,7 +57,6 @@ def on(device: str, call: Call) -> Call:
     return moved
 
 
-@pytest.mark.long
 @given(drawn=prefills())
 def test_any_prefill(target: Target, op: str, drawn: tuple[Call, int, int]):
     call, padding, gap = drawn
