@@ -14,7 +14,7 @@ from torch import Tensor
 from kdaserve.bench.limits import Limits, clock_mhz, device_name, measure_limits
 from kdaserve.bench.providers import Arguments, Provider, Run, UnableError, exact_results
 from kdaserve.bench.timing import Times, eager, extra_memory, replayed, settle
-from kdaserve.errors import error
+from kdaserve.errors import dtype_name, error
 from kdaserve.testing.cases import Case
 from kdaserve.testing.compare import relative_error
 
@@ -123,7 +123,7 @@ class Bench:
         """What was measured, and its errors or why it did not run."""
         row: Row = {"bench": self.name, "case": case.name, "variant": case.variant, "provider": provider.name, "peer": provider.peer}
         row |= {"heads": case.heads, "sequences": case.sequences, "tokens": case.tokens}
-        row |= {"dtype": _dtype(case.dtype), "pool_dtype": _dtype(case.pool_dtype), "device": device_name(self.device)}
+        row |= {"dtype": dtype_name(case.dtype), "pool_dtype": dtype_name(case.pool_dtype), "device": device_name(self.device)}
         if checked.reason:
             return {**row, "not_run": checked.reason}
         errors = {"err_o": _number(checked.output), "err_s": _number(checked.state)}
@@ -224,10 +224,6 @@ def _title(case: Case) -> str:
 
 def _three(how: str, times: Times) -> Row:
     return {f"{how}_ms": _rounded(times.median), f"{how}_p20": _rounded(times.p20), f"{how}_p80": _rounded(times.p80)}
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _rounded(value: float) -> float:

@@ -13,12 +13,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kdaserve import contract
 from kdaserve.calls import OPS
-from kdaserve.errors import KdaError
+from kdaserve.errors import KdaError, dtype_name
 from kdaserve.warm import LAYOUTS
 from kdaserve.warm import warmup as warm_up
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-INDICES = {str(dtype).removeprefix("torch."): dtype for dtype in contract.INDICES}
+INDICES = {dtype_name(dtype): dtype for dtype in contract.INDICES}
 
 
 def warmup(

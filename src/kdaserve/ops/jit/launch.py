@@ -130,8 +130,10 @@ def _profiled() -> bool:
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
 
-def strides(tensor: Tensor, dims: int) -> tuple[int, ...]:
-    """The first `dims` strides, zero where a dimension has a single element and its stride is anything."""
+def strides(tensor: Tensor | None, dims: int) -> tuple[int, ...]:
+    """The first `dims` strides, zero where a dimension has a single element and its stride is anything, and where there is no tensor."""
+    if tensor is None:
+        return (0,) * dims
     return tuple(0 if n == 1 else s for n, s in zip(tensor.shape[:dims], tensor.stride()[:dims], strict=True))
 
 
@@ -160,3 +162,8 @@ def padded(dim: int) -> int:
 def dense(vector: Tensor | None) -> Tensor | None:
     """A small vector of parameters or indices without gaps; copied if it has some."""
     return None if vector is None else vector.contiguous()
+
+
+def rows_of_state(rows: int, K: int, V: int) -> int:
+    """How many rows of a head's state a program takes that would take `rows` at K = 128: as many numbers, but no more rows than there are."""
+    return min(max(rows * 128 // padded(K), 1), padded(V))

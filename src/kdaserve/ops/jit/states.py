@@ -3,6 +3,10 @@
 import triton
 import triton.language as tl
 
+from kdaserve import contract
+
+C = tl.constexpr(contract.CHUNK)
+"""Tokens of a chunk."""
 NEVER = tl.constexpr(2147483647)  # a boundary that no sequence reaches
 ENTRIES = tl.constexpr(256)  # snapshots looked at together
 
@@ -24,7 +28,7 @@ def save_snapshots(b_S, boundary, i_n, o_S, m_S, p_pool, pool_s, p_sequence, p_t
         o_m = i_m + tl.arange(0, ENTRIES)
         m_m = o_m < M
         b_slot = tl.load(p_slot + o_m, mask=m_m, other=-1).to(tl.int64)
-        b_boundary = ((tl.load(p_tokens + o_m, mask=m_m, other=0) + 63) // 64).to(tl.int32)
+        b_boundary = ((tl.load(p_tokens + o_m, mask=m_m, other=0) + C - 1) // C).to(tl.int32)
         m_mine = (tl.load(p_sequence + o_m, mask=m_m, other=-1) == i_n) & (b_slot >= 0)
         i_next = tl.minimum(i_next, tl.min(tl.where(m_mine & (b_boundary > boundary), b_boundary, NEVER), 0))
         b_hit = tl.where(m_mine & (b_boundary == boundary), b_slot, -1)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from kdaserve.ops.decode import DecodeCall
 from kdaserve.ops.forms import Form, in_any_memory
-from kdaserve.ops.jit.launch import Launch, gate_name, kernel, padded, strides
+from kdaserve.ops.jit.launch import Launch, gate_name, kernel, padded, rows_of_state, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
 
 
@@ -119,7 +119,7 @@ def _prepare(call: DecodeCall, tensors: tuple[torch.Tensor | None, ...], chosen:
     BK = padded(K)
     # An empty batch compiles as one request does, so that it needs no form of its own.
     chosen = chosen or tile(max(B, 1) * HV, call.initial_state.element_size())
-    BV = min(max(chosen.rows * 128 // BK, 1), padded(V))
+    BV = rows_of_state(chosen.rows, K, V)
     rows = strides(call.mixed_qkv, 1) + strides(call.a, 1) + strides(call.initial_state, 1)
     return Launch(
         packed_decode_kda_kernel,

@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kdaserve.ops.forms import Form, in_any_memory
-from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, strides
+from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, rows_of_state, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
-from kdaserve.ops.jit.prefill import snapshots_of
-from kdaserve.ops.jit.states import save_snapshots, save_states
+from kdaserve.ops.jit.prefill import options, snapshots_of
+from kdaserve.ops.jit.states import C, save_snapshots, save_states
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
 
@@ -99,14 +99,14 @@ def recurrent_kda_kernel(
     b_x = tl.load(p_g, mask=m_next, other=0.0)
     b_v = tl.load(p_v, mask=m_v & (length > 0), other=0.0)
     b_beta = tl.load(p_beta, mask=length > 0, other=0.0)
-    chunks = (length + 63) // 64
+    chunks = (length + C - 1) // C
     for i_c in range(chunks):
         if p_h is not None:
             tl.store(p_h + o_S, b_S.to(p_h.dtype.element_ty), mask=m_S)
             p_h += HV * V * K
         i_snapshot = save_states(b_S, i_c, i_snapshot, i_track, i_n, o_S, m_S, p_pool, pool_s * UNIT, p_track, p_sequence, p_tokens, p_slot, M)
-        left = length - i_c * 64
-        for i_t in range(tl.minimum(left, 64)):
+        left = length - i_c * C
+        for i_t in range(tl.minimum(left, C)):
             b_qt = b_q.to(tl.float32)
             b_kt = b_k.to(tl.float32)
             b_vt = b_v.to(tl.float32)
@@ -158,14 +158,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         dense(call.track_chunk_idx),
         *(snapshots or (None, None, None)),
     )
-    key = (
-        recurrent_kda_kernel,
-        gate_name(call),
-        call.use_qk_l2norm_in_kernel,
-        call.beta_is_raw,
-        h is None,
-        snapshots and tuple(x.dtype for x in snapshots),
-    )
+    key = (recurrent_kda_kernel, *options(call, h, snapshots))
     launch = call.layout.prepared.get(key)
     if launch is None:
         launch = call.layout.prepared[key] = _prepare(call, tensors)
@@ -186,10 +179,10 @@ def compiled() -> int:
 def _prepare(call: PrefillCall, tensors: tuple[Tensor | None, ...]) -> Launch:
     N, T, H, HV, K, V = (call.sizes[s] for s in ("N", "T", "H", "HV", "K", "V"))
     BK = padded(K)
-    BV = min(max(ROWS * 128 // BK, 1), padded(V))
-    out, track = tensors[10], call.track_state
+    BV = rows_of_state(ROWS, K, V)
+    out = tensors[10]
     assert out is not None
-    wide = (strides(call.q, 3), strides(call.k, 3), strides(call.g, 3), strides(call.initial_state, 1), (0,) if track is None else strides(track, 1))
+    wide = (strides(call.q, 3), strides(call.k, 3), strides(call.g, 3), strides(call.initial_state, 1), strides(call.track_state, 1))
     narrow = (strides(call.v, 3), strides(call.beta, 3), strides(out, 4))
     return Launch(
         recurrent_kda_kernel,

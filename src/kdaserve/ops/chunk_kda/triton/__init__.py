@@ -10,11 +10,12 @@ from torch import Tensor
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
-from kdaserve.ops.chunk_kda.triton.space import C, size
+from kdaserve.ops.chunk_kda.triton.space import size
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
 from kdaserve.ops.jit.math import LOG2_E
 from kdaserve.ops.jit.prefill import options, snapshots_of
+from kdaserve.ops.jit.states import C
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
 
@@ -85,10 +86,9 @@ class Launches:
 
         self._prepares = [prepare("never", config.PREPARE)] if bounded else [prepare("marked", config.PREPARE), prepare("only", config.PREPARE_WIDE)]
         chain = _chain(call, N)
-        track = (0,) if call.track_state is None else strides(call.track_state, 1)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), tensors[1],
-            strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + track, (T, HV),
+            strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + strides(call.track_state, 1), (T, HV),
             K=K, V=V, BK=BK, BV=chain.slice, TRANSPOSED=chain.transposed, STAGES=chain.stages, **shared, num_warps=config.CHAIN_WARPS,
         )  # fmt: skip
 

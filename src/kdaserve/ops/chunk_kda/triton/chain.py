@@ -3,9 +3,9 @@
 import triton
 import triton.language as tl
 
-from kdaserve.ops.chunk_kda.triton.space import C, first_unit, places, size
+from kdaserve.ops.chunk_kda.triton.space import first_unit, places, size
 from kdaserve.ops.jit.launch import kernel
-from kdaserve.ops.jit.states import NEVER, save_snapshots, save_states
+from kdaserve.ops.jit.states import NEVER, C, save_snapshots, save_states
 
 
 @triton.jit

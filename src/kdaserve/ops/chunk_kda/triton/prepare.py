@@ -11,9 +11,10 @@ the same two bf16 numbers, exact to 2 ** -17, which changes exp(g) <= 1 by 3e-6 
 import triton
 import triton.language as tl
 
-from kdaserve.ops.chunk_kda.triton.space import C, first_unit, places, sequence_of
+from kdaserve.ops.chunk_kda.triton.space import first_unit, places, sequence_of
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
+from kdaserve.ops.jit.states import C
 
 HALF = tl.constexpr(32)
 WIDEST = tl.constexpr(124.0)

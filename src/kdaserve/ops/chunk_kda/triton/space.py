@@ -10,8 +10,8 @@ k decayed to the chunk's end, the q.k of E10 `[C, C]` and M beta `[C, C]`.
 import triton
 import triton.language as tl
 
-C = tl.constexpr(64)
-"""Tokens of a chunk."""
+from kdaserve.ops.jit.states import C
+
 MARK = tl.constexpr(32)
 """Floats that the mark takes, so that what follows starts at a multiple of 128 bytes."""
 
