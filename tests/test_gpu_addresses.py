@@ -117,6 +117,28 @@ def in_a_long_pack(ends: Call, middle: list[int], between: Callable[[Tensor], Te
     return call | {"initial_state": ends["initial_state"].clone()}
 
 
+def test_tokens_far_apart(serving_target: Target, op: str):
+    """One token of a chunk lies more than 2^31 elements behind another."""
+    length, D, stride = 70, 64, 2**26
+    plain = prefill_inputs([length], heads=2, k_dim=D, v_dim=D, dtype=torch.bfloat16, device=serving_target.device)
+    size = plain["q"][0, 0].numel()
+    assert 64 * stride > BEYOND
+
+    def far() -> dict[str, Tensor]:
+        buffer = torch.empty(length * stride, dtype=torch.bfloat16, device=serving_target.device)
+        call = plain | {"initial_state": plain["initial_state"].clone()}
+        for i, name in enumerate(DATA):
+            _, _, *inner = plain[name].stride()
+            call[name] = buffer.as_strided(plain[name].shape, (length * stride, stride, *inner), i * size)
+            call[name].copy_(plain[name])
+        return {"output": serving_target.run(op, call), "initial_state": call["initial_state"]}
+
+    found = alone_with_the_memory(far)
+    expected = results(serving_target, op, plain)
+    for name, x in found.items():
+        assert_same_bits(x, expected[name], f"{name} of tokens far apart")
+
+
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_batches_far_apart(serving_target: Target, op: str, offset: int):
     """q, k, v, g and beta as columns of one buffer, the rows of each batch more than 2^31 elements behind those before."""

@@ -55,6 +55,18 @@ def test_one_row_repeated(target: Target, op: str, length: int, dtype: torch.dty
     target.check_prefill(op, one_row_repeated(length, dtype, target.device), correlated=True)
 
 
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("period", [33, 1, 2, 40])
+def test_keys_that_come_back(target: Target, op: str, period: int, normed: bool):
+    """In both halves of a chunk of 64, and from one to the other."""
+    call = prefill_inputs([150, 5, 70], heads=1, k_dim=32, v_dim=32, device=target.device) | {"use_qk_l2norm_in_kernel": normed}
+    keys = call["k"] if normed else torch.nn.functional.normalize(call["k"], dim=-1)
+    call["k"] = keys[:, torch.arange(keys.shape[1], device=keys.device) % period]
+    call["g"] = torch.full_like(call["g"], -6.0)
+    call["output_intermediate_states"] = True
+    target.check_prefill(op, call, correlated=True)
+
+
 @pytest.mark.parametrize("cosine", [0.5, 0.7, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("beta", [0.9, 1.0])
 def test_keys_at_an_angle(target: Target, op: str, cosine: float, beta: float):

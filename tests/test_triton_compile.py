@@ -32,12 +32,12 @@ TOKENS = (
 STACK = {
     # Six products of 32 x 32 are added up at once, and with the tiles of a slice in flight they take all 255 registers. More warps, or smaller
     # slices, spill nothing and take longer.
-    "prepare-never": 24,
-    "prepare-marked": 32,
+    "prepare-never": 104,
+    "prepare-marked": 104,
     # For the few chunks whose decay is too wide: slices of 64 channels hold more, and have fewer steps one after the other.
-    "prepare-only": 568,
+    "prepare-only": 624,
     # Addresses of single elements take the place of those of vectors. What is not aligned is read correctly, not fast.
-    "prepare-never-any-memory": 272,
+    "prepare-never-any-memory": 288,
     "chain-16": 0,
     "chain-32": 0,
     # The state, [64, 128] in fp32, is 64 registers a thread, its bf16 operand 32, output and v' 32 each.

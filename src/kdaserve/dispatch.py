@@ -92,7 +92,7 @@ BACKENDS: tuple[Backend, ...] = (
         name="triton",
         role="two Triton kernels a prefill, one a decode; the portable GPU path",
         module="kdaserve.ops.{op}.triton",
-        automatic=(),
+        automatic=("cuda",),
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
@@ -101,7 +101,7 @@ BACKENDS: tuple[Backend, ...] = (
     ),
     Backend(
         name="torch",
-        role="chunked, in plain PyTorch; the default without a GPU backend; differentiable",
+        role="chunked, in plain PyTorch; the default on a CPU; differentiable",
         module="kdaserve.ops.{op}.torch",
         automatic=("cpu", "cuda"),
         devices=("cpu", "cuda"),

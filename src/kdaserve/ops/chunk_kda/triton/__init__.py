@@ -21,6 +21,8 @@ from kdaserve.ops.tokens import new_states, output
 
 LEAST_BOUND = -WIDEST.value / (HALF.value // 2 * LOG2_E.value)
 """The bounded gate cannot decay the 16 tokens to the middle of a half by more than `prepare` forms factors for, down to this `lower_bound`."""
+FARTHEST = 2**31 // C.value
+"""Elements from token to token up to which the 32-bit offsets of `prepare` reach all of a chunk."""
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -72,12 +74,12 @@ class Launches:
         units = T // C.value + N if call.cu_seqlens is not None else B * triton.cdiv(T, C.value)
         self._space = units * HV * size(BK, TL[form.dtype])
         tensors = self._tensors(call, o, h, snapshots, call.q.new_empty(0, dtype=torch.float32))
-        qkg = strides(call.q, 3) + strides(call.k, 3) + strides(call.g, 3)
+        qkg = [stride for x in tensors[0][:3] for stride in strides(x, 3)]
         shared = {"OP": TL[form.dtype], "PRECISION": form.precision}
 
         def prepare(wide: str, kernel: config.Prepare) -> Launch:
             return Launch(
-                prepare_kernel, units * HV, tensors[0], qkg + strides(o, 3)[1:], (*strides(call.beta, 3), N, T, H, HV),
+                prepare_kernel, units * HV, tensors[0], (*qkg, *strides(o, 3)[1:]), (*strides(call.beta, 3), N, T, H, HV),
                 K=K, V=V, BK=BK, BV=BV, BS=min(kernel.slice, BK),
                 GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
                 WIDE=wide, PARTS=form.parts, **shared, MERGE=TL[form.merge], MERGE_PRECISION=form.merge_precision,
@@ -105,6 +107,7 @@ class Launches:
         """What the pointers of the two kernels stand for."""
         cu_seqlens, offsets = dense(call.cu_seqlens), None if h is None else call.host_plan().chunk_offsets
         gate = dense(call.A_log), dense(call.dt_bias)
-        prepare = [call.q, call.k, call.g, call.beta, *gate, cu_seqlens, o, space]
+        q, k, g = (x if x.stride(1) <= FARTHEST else x.contiguous() for x in (call.q, call.k, call.g))
+        prepare = [q, k, g, call.beta, *gate, cu_seqlens, o, space]
         states = [call.initial_state, dense(call.initial_state_indices), cu_seqlens, h, offsets, call.track_state, dense(call.track_chunk_idx)]
         return prepare, [space, call.v, o, *states, *(snapshots or (None, None, None))]

@@ -35,7 +35,7 @@ def operands(inputs: torch.dtype, normed: bool) -> Operands:
     if INTERPRETED:  # it multiplies in numpy, which has no bf16
         return Operands(torch.float32, "ieee", torch.float32, "ieee", 1)
     if inputs == torch.bfloat16:
-        return Operands(torch.bfloat16, "tf32", *((torch.float16, "tf32") if normed else (torch.float32, "tf32x3")), 2)
+        return Operands(torch.bfloat16, "tf32", torch.float16 if normed else torch.float32, "tf32", 2)
     return Operands(torch.float32, "tf32" if inputs == torch.float16 else "tf32x3", torch.float32, "tf32x3", 3)
 
 

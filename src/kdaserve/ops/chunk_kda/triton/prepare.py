@@ -6,6 +6,14 @@ lower_bound >= -5 this always holds. Tokens of different halves meet at the boun
 
 Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them. A token's log decay g enters all of them as
 the same two bf16 numbers, exact to 2 ** -17, which changes exp(g) <= 1 by 3e-6 at most; three, exact to fp32, where the inputs are not bf16.
+
+Keys that repeat make v' of E9 differences of values, which E10 and E11 add up again; the rounding of their operands then outgrows the sums, in the
+state without end. Where they do, the chunk is written in another basis. Let N pick for each token the last one before it whose key it repeats. With
+u = (I - N)^-1 v', the sums of v' over a token and those it repeats, E9 to E11 keep their form:
+
+    u = ((I + beta A) (I - N))^-1 beta (v - ..),    o = .. + (q.k) (I - N) u,    S = .. + u^T (I - N)^T k
+
+and what enters the products is u, which is a value, and differences of keys, which are small.
 """
 
 import triton
@@ -19,6 +27,8 @@ from kdaserve.ops.jit.states import C
 HALF = tl.constexpr(32)
 WIDEST = tl.constexpr(124.0)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
+NEAR = tl.constexpr(0.95)
+"""A token repeats an earlier one if the product of their keys, decay included, is more than this share of the token's own square."""
 
 
 @triton.jit
@@ -86,6 +96,7 @@ def meet_by_levels(b_q, b_k, b_high, b_mid, b_low, b_A, b_qk, PARTS: tl.constexp
         b_A += tl.where(together, tl.dot((b_k * b_factor).to(OP), b_cols, input_precision=PRECISION), 0.0)
         b_qk += tl.where(together, tl.dot((b_q * b_factor).to(OP), b_cols, input_precision=PRECISION), 0.0)
     else:
+        b_A += tl.where(row == col, tl.sum(b_k * b_k, 1)[:, None], 0.0)
         b_qk += tl.where(row == col, tl.sum(b_q * b_k, 1)[:, None], 0.0)
     for level in range(tl.where(narrow, 4, 0), 5):
         second = ((row >> level) & 1) == 1
@@ -129,6 +140,94 @@ def inverse(b_A, MERGE: tl.constexpr, PRECISION: tl.constexpr):
         b_half = b_M.to(MERGE)
         b_M -= tl.dot(tl.dot(b_half, b_A21, input_precision=PRECISION).to(MERGE), b_half, input_precision=PRECISION)
     return b_M
+
+
+@triton.jit
+def squares(b_A, L2NORM: tl.constexpr):
+    """Of the keys of a half."""
+    row = tl.arange(0, HALF)
+    return tl.full([HALF], 1.0, tl.float32) if L2NORM else tl.sum(tl.where(row[:, None] == row[None, :], b_A, 0.0), 1)
+
+
+@triton.jit
+def repeated(b_A, m_earlier, b_square):
+    """Of each row the last column that it repeats, -1 if none."""
+    m_near = m_earlier & (b_A > NEAR * b_square[:, None])
+    return tl.max(tl.where(m_near, tl.arange(0, HALF)[None, :], -1), 1)
+
+
+@triton.jit
+def picks(b_last, PARTS: tl.constexpr):
+    """A quarter of N, as an operand."""
+    return tl.where(tl.arange(0, HALF)[None, :] == b_last[:, None], 1.0, 0.0).to(tl.float32 if PARTS == 1 else tl.bfloat16)
+
+
+@triton.jit
+def store_halves(p_x, b_x11, b_x21, b_x22, OP: tl.constexpr):
+    """Stores a lower triangular tile `[C, C]`."""
+    o_11 = tl.arange(0, HALF)[:, None] * C + tl.arange(0, HALF)[None, :]
+    tl.store(p_x + o_11, b_x11.to(OP))
+    tl.store(p_x + o_11 + HALF, tl.zeros([HALF, HALF], OP))
+    tl.store(p_x + o_11 + HALF * C, b_x21.to(OP))
+    tl.store(p_x + o_11 + HALF * C + HALF, b_x22.to(OP))
+
+
+@triton.jit
+def picked(b_X, b_n, PARTS: tl.constexpr):
+    """X N, that is `sums` from the other side."""
+    b_high, b_mid, b_low = split(b_X, PARTS)
+    return tl.trans(sums(tl.trans(b_n), tl.trans(b_high), tl.trans(b_mid), tl.trans(b_low), PARTS))
+
+
+@triton.jit
+def differences(b_X11, b_X21, b_X22, b_n11, b_n21, b_n22, PARTS: tl.constexpr):
+    """X (I - N) of a lower triangular X."""
+    b_Y11 = b_X11 - picked(b_X11, b_n11, PARTS)
+    b_Y21 = b_X21 - picked(b_X21, b_n11, PARTS) - picked(b_X22, b_n21, PARTS)
+    b_Y22 = b_X22 - picked(b_X22, b_n22, PARTS)
+    return b_Y11, b_Y21, b_Y22
+
+
+@triton.jit
+def store_key_differences(
+    p_k, p_g, p_bias, p_ke, o_k, o_g, half_k, half_g, rows, k_norm1, k_norm2, a, lower_bound, b_last11, b_last21, b_last22,
+    K: tl.constexpr, BK: tl.constexpr, BS: tl.constexpr, GATE: tl.constexpr, PARTS: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """(I - N)^T k, decayed to the chunk's end.
+
+    Args:
+        o_k, o_g: where the first BS channels of the first half lie; half_k, half_g: how far the second half is from the first.
+    """
+    o_r = tl.arange(0, HALF)
+    o_s = tl.arange(0, BS)
+    o_1 = o_r[:, None] * BK + o_s[None, :]
+    PICK: tl.constexpr = tl.float32 if PARTS == 1 else tl.bfloat16
+    b_after = tl.where(o_r[None, :] > o_r[:, None], 1.0, 0.0).to(PICK)
+    b_all = tl.full([HALF, HALF], 1.0, PICK)
+    b_n11 = tl.trans(picks(b_last11, PARTS))
+    b_n21 = tl.trans(picks(b_last21, PARTS))
+    b_n22 = tl.trans(picks(b_last22, PARTS))
+    for i_k in range(0, BK, BS):
+        m_1s = inside(o_r < rows, o_s + i_k, K, BK)
+        m_2s = inside(o_r + HALF < rows, o_s + i_k, K, BK)
+        b_x1 = tl.load(p_g + i_k + o_g, mask=m_1s, other=0.0).to(tl.float32)
+        b_x2 = tl.load(p_g + i_k + half_g + o_g, mask=m_2s, other=0.0).to(tl.float32)
+        if p_bias is not None:
+            b_bias = tl.load(p_bias + i_k + o_s, mask=o_s + i_k < K, other=0.0).to(tl.float32)[None, :]
+            b_x1 += b_bias
+            b_x2 += b_bias
+        b_high1, b_mid1, b_low1 = split(token_decay(b_x1, m_1s, a, lower_bound, GATE), PARTS)
+        b_high2, b_mid2, b_low2 = split(token_decay(b_x2, m_2s, a, lower_bound, GATE), PARTS)
+        b_e1 = sums(b_after, b_high1, b_mid1, b_low1, PARTS) + sums(b_all, b_high2, b_mid2, b_low2, PARTS)
+        b_e2 = sums(b_after, b_high2, b_mid2, b_low2, PARTS)
+        b_k1 = tl.load(p_k + i_k + o_k, mask=m_1s, other=0.0).to(tl.float32) * k_norm1[:, None] * tl.exp2(b_e1)
+        b_k2 = tl.load(p_k + i_k + half_k + o_k, mask=m_2s, other=0.0).to(tl.float32) * k_norm2[:, None] * tl.exp2(b_e2)
+        b_high1, b_mid1, b_low1 = split(b_k1, PARTS)
+        b_high2, b_mid2, b_low2 = split(b_k2, PARTS)
+        b_k1 -= sums(b_n11, b_high1, b_mid1, b_low1, PARTS) + sums(b_n21, b_high2, b_mid2, b_low2, PARTS)
+        b_k2 -= sums(b_n22, b_high2, b_mid2, b_low2, PARTS)
+        tl.store(p_ke + i_k + o_1, b_k1.to(OP))
+        tl.store(p_ke + i_k + o_1 + HALF * BK, b_k2.to(OP))
 
 
 @triton.jit
@@ -196,6 +295,9 @@ def prepare_kernel(
     p_ke = p_qd + C * BK
     p_qk = p_ke + C * BK
     p_M = p_qk + C * C
+    p_bias = p_dt_bias
+    if p_bias is not None:
+        p_bias += i_h * K
 
     o_r = tl.arange(0, HALF)
     o_s = tl.arange(0, BS)
@@ -254,8 +356,8 @@ def prepare_kernel(
         m_2s = inside(m_2, o_s + i_k, K, BK)
         b_x1 = tl.load(p_g + i_k + o_g, mask=m_1s, other=0.0).to(tl.float32)
         b_x2 = tl.load(p_g + i_k + HALF * g_t + o_g, mask=m_2s, other=0.0).to(tl.float32)
-        if p_dt_bias is not None:
-            b_bias = tl.load(p_dt_bias + i_h * K + i_k + o_s, mask=o_s + i_k < K, other=0.0).to(tl.float32)[None, :]
+        if p_bias is not None:
+            b_bias = tl.load(p_bias + i_k + o_s, mask=o_s + i_k < K, other=0.0).to(tl.float32)[None, :]
             b_x1 += b_bias
             b_x2 += b_bias
         b_high1, b_mid1, b_low1 = split(token_decay(b_x1, m_1s, a, lower_bound, GATE), PARTS)
@@ -291,22 +393,41 @@ def prepare_kernel(
     if WIDE == "marked":
         tl.store(p_wide, (tl.max(tl.max(b_widest, 1), 0) > WIDEST).to(tl.float32))
 
-    o_11 = row * C + col
-    o_21 = o_11 + HALF * C
-    tl.store(p_qk + o_11, tl.where(row >= col, b_qk11, 0.0).to(OP))
-    tl.store(p_qk + o_11 + HALF, tl.zeros([HALF, HALF], OP))
-    tl.store(p_qk + o_21, b_qk21.to(OP))
-    tl.store(p_qk + o_21 + HALF, tl.where(row >= col, b_qk22, 0.0).to(OP))
     b_beta1 = tl.load(p_beta + o_r * beta_t, mask=m_1, other=0.0).to(tl.float32)
     b_beta2 = tl.load(p_beta + (o_r + HALF) * beta_t, mask=m_2, other=0.0).to(tl.float32)
     if BETA_RAW:
         b_beta1 = tl.where(m_1, sigmoid(b_beta1), 0.0)
         b_beta2 = tl.where(m_2, sigmoid(b_beta2), 0.0)
-    b_M11 = inverse(tl.where(row > col, b_A11, 0.0) * b_beta1[:, None], MERGE, MERGE_PRECISION)  # E7
-    b_M22 = inverse(tl.where(row > col, b_A22, 0.0) * b_beta2[:, None], MERGE, MERGE_PRECISION)
-    b_M21 = tl.dot(b_M22.to(MERGE), (b_A21 * b_beta2[:, None]).to(MERGE), input_precision=MERGE_PRECISION).to(MERGE)
+    b_square1 = squares(b_A11, L2NORM)
+    b_square2 = squares(b_A22, L2NORM)
+    b_last11 = repeated(b_A11, row > col, b_square1)
+    b_last22 = repeated(b_A22, row > col, b_square2)
+    b_last21 = tl.where(b_last22 < 0, repeated(b_A21, row >= 0, b_square2), -1)
+    repeats = tl.sum((b_last11 >= 0).to(tl.int32) + (b_last21 >= 0).to(tl.int32) + (b_last22 >= 0).to(tl.int32), 0)
+    b_A11 = tl.where(row > col, b_A11, 0.0) * b_beta1[:, None]
+    b_A21 = b_A21 * b_beta2[:, None]
+    b_A22 = tl.where(row > col, b_A22, 0.0) * b_beta2[:, None]
+    b_qk11 = tl.where(row >= col, b_qk11, 0.0)
+    b_qk22 = tl.where(row >= col, b_qk22, 0.0)
+    store_halves(p_qk, b_qk11, b_qk21, b_qk22, OP)
+    many_repeat = repeats * 8 >= tl.minimum(rows, C)
+    if many_repeat:
+        b_n11 = picks(b_last11, PARTS)
+        b_n21 = picks(b_last21, PARTS)
+        b_n22 = picks(b_last22, PARTS)
+        b_qk11, b_qk21, b_qk22 = differences(b_qk11, b_qk21, b_qk22, b_n11, b_n21, b_n22, PARTS)
+        store_halves(p_qk, b_qk11, b_qk21, b_qk22, OP)
+        b_A11, b_A21, b_A22 = differences(b_A11, b_A21, b_A22, b_n11, b_n21, b_n22, PARTS)
+        b_A11 -= b_n11
+        b_A21 -= b_n21
+        b_A22 -= b_n22
+    b_M11 = inverse(b_A11, MERGE, MERGE_PRECISION)  # E7
+    b_M22 = inverse(b_A22, MERGE, MERGE_PRECISION)
+    b_M21 = tl.dot(b_M22.to(MERGE), b_A21.to(MERGE), input_precision=MERGE_PRECISION).to(MERGE)
     b_M21 = -tl.dot(b_M21, b_M11.to(MERGE), input_precision=MERGE_PRECISION)
-    tl.store(p_M + o_11, (b_M11 * b_beta1[None, :]).to(OP))
-    tl.store(p_M + o_11 + HALF, tl.zeros([HALF, HALF], OP))
-    tl.store(p_M + o_21, (b_M21 * b_beta1[None, :]).to(OP))
-    tl.store(p_M + o_21 + HALF, (b_M22 * b_beta2[None, :]).to(OP))
+    store_halves(p_M, b_M11 * b_beta1[None, :], b_M21 * b_beta1[None, :], b_M22 * b_beta2[None, :], OP)
+    if many_repeat:
+        store_key_differences(
+            p_k, p_g, p_bias, p_ke, o_k, o_g, HALF * k_t, HALF * g_t, rows, k_norm1, k_norm2, a, lower_bound, b_last11, b_last21, b_last22,
+            K, BK, BS, GATE, PARTS, OP,
+        )  # fmt: skip
