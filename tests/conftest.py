@@ -60,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         taken_out |= set(group) - kept
     config.hook.pytest_deselected(items=list(taken_out))
     items[:] = [item for item in items if item not in taken_out]
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # slow ones first: nobody waits for the last worker
 
 
 def _round_in_the_interpreter() -> None:

@@ -46,7 +46,8 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {f"p_{name}": "i32" for name in INTEGERS} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "space")} | {"p_pool": pool}
+    types = {f"p_{name}": "i32" for name in INTEGERS} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "header")} | {"p_pool": pool}
+    types |= {"p_tiles": str(constants.get("OP"))}
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):
         name = parameter.name

@@ -10,7 +10,7 @@ from torch import Tensor
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
-from kdaserve.ops.chunk_kda.triton.space import size
+from kdaserve.ops.chunk_kda.triton.space import header, tiles
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
 from kdaserve.ops.jit.math import LOG2_E
@@ -72,8 +72,8 @@ class Launches:
         form = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
         BK, BV = padded(K), padded(V)
         units = T // C.value + N if call.cu_seqlens is not None else B * triton.cdiv(T, C.value)
-        self._space = units * HV * size(BK, TL[form.dtype])
-        tensors = self._tensors(call, o, h, snapshots, call.q.new_empty(0, dtype=torch.float32))
+        self._workspace = [((units * HV, header(BK)), torch.float32), ((units * HV, tiles(BK)), form.dtype)]
+        tensors = self._tensors(call, o, h, snapshots, *(o.new_empty(0, dtype=dtype) for _, dtype in self._workspace))
         qkg = [stride for x in tensors[0][:3] for stride in strides(x, 3)]
         shared = {"OP": TL[form.dtype], "PRECISION": form.precision}
 
@@ -96,18 +96,20 @@ class Launches:
 
     def run(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None) -> None:
         """Launches the kernels."""
-        space = torch.empty(self._space, dtype=torch.float32, device=o.device)
-        prepare, chain = self._tensors(call, o, h, snapshots, space)
-        for launch in self._prepares if self._space else ():
+        workspace = [torch.empty(size, dtype=dtype, device=o.device) for size, dtype in self._workspace]
+        prepare, chain = self._tensors(call, o, h, snapshots, *workspace)
+        for launch in self._prepares if len(workspace[0]) else ():
             launch(prepare, call.scale, call.lower_bound or 0.0)
         self._chain(chain, 0 if snapshots is None else len(snapshots[0]))
 
     @staticmethod
-    def _tensors(call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, space: Tensor) -> tuple[list, list]:
+    def _tensors(
+        call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, header: Tensor, tiles: Tensor
+    ) -> tuple[list, list]:
         """What the pointers of the two kernels stand for."""
         cu_seqlens, offsets = dense(call.cu_seqlens), None if h is None else call.host_plan().chunk_offsets
         gate = dense(call.A_log), dense(call.dt_bias)
         q, k, g = (x if x.stride(1) <= FARTHEST else x.contiguous() for x in (call.q, call.k, call.g))
-        prepare = [q, k, g, call.beta, *gate, cu_seqlens, o, space]
+        prepare = [q, k, g, call.beta, *gate, cu_seqlens, o, header, tiles]
         states = [call.initial_state, dense(call.initial_state_indices), cu_seqlens, h, offsets, call.track_state, dense(call.track_chunk_idx)]
-        return prepare, [space, call.v, o, *states, *(snapshots or (None, None, None))]
+        return prepare, [header, tiles, call.v, o, *states, *(snapshots or (None, None, None))]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kdaserve.ops.chunk_kda.triton.space import first_unit, places, size
+from kdaserve.ops.chunk_kda.triton.space import first_unit, header, tiles
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.states import NEVER, C, save_snapshots, save_states
 
@@ -57,9 +57,9 @@ def across(o_row, o_col, TRANSPOSED: tl.constexpr):
         return o_row[:, None], o_col[None, :]
 
 
-@kernel("p_v", "p_o", "p_pool", "p_track", own=["p_space", "p_h"])
+@kernel("p_v", "p_o", "p_pool", "p_track", own=["p_header", "p_tiles", "p_h"])
 def chain_kernel(
-    p_space, p_v, p_o, p_pool, p_index, p_cu, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
+    p_header, p_tiles, p_v, p_o, p_pool, p_index, p_cu, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     v_b: tl.int64, v_t: tl.int64, v_h: tl.int64, o_b: tl.int64, o_t: tl.int64, o_h: tl.int64,
     pool_s: tl.int64, track_s: tl.int64, T: tl.int32, HV: tl.int32, M: tl.int32,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
@@ -108,24 +108,25 @@ def chain_kernel(
     next_save = NEVER
     if p_slot is not None:
         next_save = save_snapshots(b_S, -1, i_n, o_S, m_S, p_pool, pool_s, p_sequence, p_tokens, p_slot, M)
-    p_space += (unit * HV + i_h).to(tl.int64) * size(BK, OP)
+    record = (unit * HV + i_h).to(tl.int64)
+    p_header += record * header(BK)
+    p_tiles += record * tiles(BK)
     v_t *= UNIT
     p_v += start * v_t + i_h * v_h * UNIT
     o_t *= UNIT
     p_o += start * o_t + i_h * o_h * UNIT
     o_ck = o_c[:, None] * BK + o_k[None, :]
-    o_cc = o_c[:, None] * C + o_c[None, :] + 3 * C * BK
+    o_cc = o_c[:, None] * (2 * C) + o_c[None, :] + 3 * C * BK
     for i_c in tl.range(0, chunks, num_stages=STAGES):
         next_save = save_states(b_S, i_c, next_save, tracked, i_n, o_S, m_S, p_pool, pool_s, p_track, p_sequence, p_tokens, p_slot, M)
         m_o = (t_c < length - i_c * C) & (t_v < V)
-        p_decay, _, p_units = places(p_space, 0, BK, OP)
-        b_kd = tl.load(p_units + o_ck)
+        b_kd = tl.load(p_tiles + o_ck)
         b_v = tl.load(p_v + t_c * v_t + t_v, mask=m_o, other=0.0)
-        b_M = tl.load(p_units + C * C + o_cc)
-        b_qd = tl.load(p_units + C * BK + o_ck)
-        b_qk = tl.load(p_units + o_cc)
-        b_ke = tl.load(p_units + 2 * C * BK + o_ck)
-        b_decay = tl.load(p_decay + o_k)
+        b_M = tl.load(p_tiles + C + o_cc)
+        b_qd = tl.load(p_tiles + C * BK + o_ck)
+        b_qk = tl.load(p_tiles + o_cc)
+        b_ke = tl.load(p_tiles + 2 * C * BK + o_ck)
+        b_decay = tl.load(p_header + o_k)
         b_state = b_S.to(OP)
         b_read = read(b_kd, b_state, TRANSPOSED, PRECISION)
         if p_h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)
@@ -136,7 +137,8 @@ def chain_kernel(
         tl.store(p_o + t_c * o_t + t_v, b_o.to(p_o.dtype.element_ty), mask=m_o)
         p_v += C * v_t
         p_o += C * o_t
-        p_space += HV * size(BK, OP)
+        p_header += HV * header(BK)
+        p_tiles += HV * tiles(BK)
     save_states(b_S, chunks, next_save, -1, i_n, o_S, m_S, p_pool, pool_s, p_track, p_sequence, p_tokens, p_slot, M)
     if (slot >= 0) & (length > 0):
         tl.store(p_pool + slot * pool_s + o_S, b_S.to(p_pool.dtype.element_ty), mask=m_S)

@@ -19,7 +19,7 @@ and what enters the products is u, which is a value, and differences of keys, wh
 import triton
 import triton.language as tl
 
-from kdaserve.ops.chunk_kda.triton.space import first_unit, places, sequence_of
+from kdaserve.ops.chunk_kda.triton.space import first_unit, header, sequence_of, tiles
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
 from kdaserve.ops.jit.states import C
@@ -164,12 +164,12 @@ def picks(b_last, PARTS: tl.constexpr):
 
 @triton.jit
 def store_halves(p_x, b_x11, b_x21, b_x22, OP: tl.constexpr):
-    """Stores a lower triangular tile `[C, C]`."""
-    o_11 = tl.arange(0, HALF)[:, None] * C + tl.arange(0, HALF)[None, :]
+    """Stores a lower triangular tile `[C, C]`, in rows of 2 C."""
+    o_11 = tl.arange(0, HALF)[:, None] * (2 * C) + tl.arange(0, HALF)[None, :]
     tl.store(p_x + o_11, b_x11.to(OP))
     tl.store(p_x + o_11 + HALF, tl.zeros([HALF, HALF], OP))
-    tl.store(p_x + o_11 + HALF * C, b_x21.to(OP))
-    tl.store(p_x + o_11 + HALF * C + HALF, b_x22.to(OP))
+    tl.store(p_x + o_11 + HALF * 2 * C, b_x21.to(OP))
+    tl.store(p_x + o_11 + HALF * 2 * C + HALF, b_x22.to(OP))
 
 
 @triton.jit
@@ -240,9 +240,9 @@ def zero_padding(p_o, o_t, first, end, T, V: tl.constexpr, BV: tl.constexpr):
         tl.store(p_row, tl.zeros([8, BV], p_o.dtype.element_ty), mask=((o_r >= end) & (o_r < T))[:, None] & (o_v < V)[None, :])
 
 
-@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_space"])
+@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_header", "p_tiles"])
 def prepare_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_space,
+    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles,
     q_b: tl.int64, q_t: tl.int32, q_h: tl.int64, k_b: tl.int64, k_t: tl.int32, k_h: tl.int64, g_b: tl.int64, g_t: tl.int32, g_h: tl.int64,
     o_t: tl.int64, o_h: tl.int64, beta_b: tl.int64, beta_t: tl.int64, beta_h: tl.int64,
     N: tl.int32, T: tl.int32, H: tl.int32, HV: tl.int32, scale: tl.float32, lower_bound: tl.float32,
@@ -259,7 +259,10 @@ def prepare_kernel(
     pid = tl.program_id(0)
     i_h = pid % HV
     i_u = pid // HV
-    p_decay, p_wide, p_kd = places(p_space, (i_u * HV + i_h).to(tl.int64), BK, OP)
+    record = (i_u * HV + i_h).to(tl.int64)
+    p_decay = p_header + record * header(BK)
+    p_wide = p_decay + BK
+    p_kd = p_tiles + record * tiles(BK)
     if WIDE == "only":
         if tl.load(p_wide) == 0:
             return
@@ -294,7 +297,7 @@ def prepare_kernel(
     p_qd = p_kd + C * BK
     p_ke = p_qd + C * BK
     p_qk = p_ke + C * BK
-    p_M = p_qk + C * C
+    p_M = p_qk + C
     p_bias = p_dt_bias
     if p_bias is not None:
         p_bias += i_h * K

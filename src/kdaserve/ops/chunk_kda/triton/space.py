@@ -3,8 +3,8 @@
 A *unit* is a chunk of 64 tokens of one sequence. Sequence n owns the units from cu_seqlens[n] // 64 + n on: that leaves room for all its chunks,
 whatever the lengths before it are, so that T // 64 + N units suffice; some stay empty.
 
-A record holds the decay of the chunk `[BK]` and a mark, both fp32, and in the operand dtype: k decayed from the chunk's start `[C, BK]`, q likewise,
-k decayed to the chunk's end, the q.k of E10 `[C, C]` and M beta `[C, C]`.
+A record is a header in fp32, the decay of the chunk `[BK]` and a mark, and tiles in the operand dtype: k decayed from the chunk's start `[C, BK]`, q
+likewise, k decayed to the chunk's end, and side by side the q.k of E10 and M beta `[C, 2 C]`. All headers stand before all tiles.
 """
 
 import triton
@@ -13,21 +13,19 @@ import triton.language as tl
 from kdaserve.ops.jit.states import C
 
 MARK = tl.constexpr(32)
-"""Floats that the mark takes, so that what follows starts at a multiple of 128 bytes."""
+"""Floats that the mark takes, so that the next header starts at a multiple of 128 bytes."""
 
 
 @triton.constexpr_function
-def size(BK, OP):
-    """Floats of a record."""
-    return BK + MARK + C * (3 * BK + 2 * C) * OP.primitive_bitwidth // 32
+def header(BK):
+    """Floats of a header."""
+    return BK + MARK
 
 
-@triton.jit
-def places(p_space, record, BK: tl.constexpr, OP: tl.constexpr):
-    """Where decay, mark and the first of the tiles of a record are."""
-    p_decay = p_space + record * size(BK, OP)
-    p_mark = p_decay + BK
-    return p_decay, p_mark, (p_mark + MARK).to(tl.pointer_type(OP), bitcast=True)
+@triton.constexpr_function
+def tiles(BK):
+    """Elements of the tiles of a record."""
+    return C * (3 * BK + 2 * C)
 
 
 @triton.jit
