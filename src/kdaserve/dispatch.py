@@ -33,6 +33,11 @@ class Backend:
     devices: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
     gradients: bool
+    ops: tuple[str, ...] = ("chunk_kda", "recurrent_kda", "packed_decode_kda")
+    dim: int | None = None
+    """What K and V must both be; None for any."""
+    short: tuple[str, ...] = ()
+    """Names of the tensors that it takes in 16 bits only."""
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
     in_triton: bool = False
@@ -51,22 +56,30 @@ class Backend:
         """None when it takes the call, else what is required, supported and missing."""
         key = self.name, call.needs_grad
         if key not in call.layout.refusals:
-            call.layout.refusals[key] = self._refusal(call.layout, call.needs_grad)
+            call.layout.refusals[key] = self._refusal(call.op, call.layout, call.needs_grad)
         return call.layout.refusals[key]
 
-    def _refusal(self, layout: Layout, needs_grad: bool) -> dict[str, str] | None:
-        missing = [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
-        missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if dtype not in self.dtypes]
-        if needs_grad and not self.gradients:
-            missing.append("gradients")
+    def _takes(self, name: str, dtype: torch.dtype) -> bool:
+        return dtype in self.dtypes and (name not in self.short or dtype.itemsize == 2)
+
+    def _refusal(self, op: str, layout: Layout, needs_grad: bool) -> dict[str, str] | None:
+        wanted = ["gradients"] if needs_grad else []
+        sizes = [] if self.dim is None else [f"{name} = {layout.sizes[name]}" for name in ("K", "V")]
+        missing = [] if op in self.ops else [op]
+        missing += [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
+        missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if not self._takes(name, dtype)]
+        missing += [size for size in sizes if not size.endswith(f" {self.dim}")]
+        missing += [] if self.gradients else wanted
         if not missing:
             return None
         dtypes = ", ".join(dict.fromkeys(dtype_name(dtype) for dtype in layout.dtypes.values()))
-        taken = ", ".join(dtype_name(dtype) for dtype in self.dtypes)
-        supported = f"devices {', '.join(self.devices_here)}; {taken}{'; gradients' if self.gradients else ''}"
+        taken = [f"devices {', '.join(self.devices_here)}", ", ".join(dtype_name(dtype) for dtype in self.dtypes)]
+        taken += ([] if self.dim is None else [f"K = V = {self.dim}"]) + (["gradients"] if self.gradients else [])
+        taken += [f"{', '.join(self.short)} in 16 bits"] if self.short else []
+        taken += [] if op in self.ops else [", ".join(self.ops)]
         return {
-            "required": f"device {layout.device_type}; {dtypes}{'; gradients' if needs_grad else ''}",
-            "supported": supported,
+            "required": "; ".join([f"device {layout.device_type}", dtypes, *sizes, *wanted]),
+            "supported": "; ".join(taken),
             "missing": ", ".join(missing),
         }
 

@@ -7,12 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kdaserve.ops.forms import Form, in_any_memory
+from kdaserve.ops.jit import prefill
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, kernel, padded, rows_of_state, strides
 from kdaserve.ops.jit.math import log2_decay, sigmoid, token
-from kdaserve.ops.jit.prefill import options, snapshots_of
 from kdaserve.ops.jit.states import C, save_snapshots, save_states
 from kdaserve.ops.prefill import PrefillCall
-from kdaserve.ops.tokens import new_states, output
 
 ROWS = 8
 """Rows of the state a program at K = 128, with one warp: 32 numbers a thread, and 16 programs a head to fill the GPU."""
@@ -137,33 +136,7 @@ def recurrent_kda_kernel(
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `recurrent_kda`."""
-    out, h, snapshots = output(call), new_states(call), snapshots_of(call)
-    if call.sizes["N"] == 0:
-        return out.zero_(), h
-    tensors = (
-        call.q,
-        call.k,
-        call.v,
-        call.g,
-        call.beta,
-        dense(call.A_log),
-        dense(call.dt_bias),
-        call.initial_state,
-        dense(call.initial_state_indices),
-        dense(call.cu_seqlens),
-        out,
-        h,
-        None if h is None else call.host_plan().chunk_offsets,
-        call.track_state,
-        dense(call.track_chunk_idx),
-        *(snapshots or (None, None, None)),
-    )
-    key = (recurrent_kda_kernel, *options(call, h, snapshots))
-    launch = call.layout.prepared.get(key)
-    if launch is None:
-        launch = call.layout.prepared[key] = _prepare(call, tensors)
-    launch(tensors, 0 if snapshots is None else len(snapshots[0]), call.scale, call.lower_bound or 0.0)
-    return out, h
+    return prefill.run(call, Recurrence)
 
 
 def forms(call: PrefillCall) -> list[Form]:
@@ -176,29 +149,28 @@ def compiled() -> int:
     return len(recurrent_kda_kernel.compiled)
 
 
-def _prepare(call: PrefillCall, tensors: tuple[Tensor | None, ...]) -> Launch:
-    N, T, H, HV, K, V = (call.sizes[s] for s in ("N", "T", "H", "HV", "K", "V"))
-    BK = padded(K)
-    BV = rows_of_state(ROWS, K, V)
-    out = tensors[10]
-    assert out is not None
-    wide = (strides(call.q, 3), strides(call.k, 3), strides(call.g, 3), strides(call.initial_state, 1), strides(call.track_state, 1))
-    narrow = (strides(call.v, 3), strides(call.beta, 3), strides(out, 4))
-    return Launch(
-        recurrent_kda_kernel,
-        N * HV * triton.cdiv(V, BV),
-        tensors,
-        sum(wide, ()),
-        (*sum(narrow, ()), N, T),
-        H=H,
-        HV=HV,
-        K=K,
-        V=V,
-        BK=BK,
-        BV=BV,
-        PADDING=PADDING,
-        GATE=gate_name(call),
-        L2NORM=call.use_qk_l2norm_in_kernel,
-        BETA_RAW=call.beta_is_raw,
-        num_warps=1,
-    )
+class Recurrence:
+    """What runs calls of one layout."""
+
+    def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
+        N, T, H, HV, K, V = (call.sizes[s] for s in ("N", "T", "H", "HV", "K", "V"))
+        BK = padded(K)
+        BV = rows_of_state(ROWS, K, V)
+        wide = (strides(call.q, 3), strides(call.k, 3), strides(call.g, 3), strides(call.initial_state, 1), strides(call.track_state, 1))
+        narrow = (strides(call.v, 3), strides(call.beta, 3), strides(o, 4))
+        self._launch = Launch(
+            recurrent_kda_kernel, N * HV * triton.cdiv(V, BV), self._pointers(call, o, h, snapshots), sum(wide, ()), (*sum(narrow, ()), N, T),
+            H=H, HV=HV, K=K, V=V, BK=BK, BV=BV, PADDING=PADDING,
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, num_warps=1,
+        )  # fmt: skip
+
+    def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
+        """Launches the kernel."""
+        snapshot_count = 0 if snapshots is None else len(snapshots[0])
+        self._launch(self._pointers(call, o, h, snapshots), snapshot_count, call.scale, call.lower_bound or 0.0)
+
+    @staticmethod
+    def _pointers(call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> list[Tensor | None]:
+        gate, pool = (dense(call.A_log), dense(call.dt_bias)), (call.initial_state, dense(call.initial_state_indices))
+        tokens = (call.q, call.k, call.v, call.g, call.beta)
+        return [*tokens, *gate, *pool, dense(call.cu_seqlens), o, *prefill.state_pointers(call, h, snapshots)]
