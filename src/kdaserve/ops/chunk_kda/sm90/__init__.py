@@ -1,0 +1,1 @@
+"""The Hopper backend of `chunk_kda`, written in Gluon."""
