@@ -116,7 +116,7 @@ def language() -> types.SimpleNamespace:
     gl = types.SimpleNamespace(pid=tensor(0), constexpr=lambda x: x, int32=torch.int32, int64=torch.int64)
     gl.float32, gl.float16, gl.bfloat16 = torch.float32, torch.float16, torch.bfloat16
     gl.load, gl.store, gl.where, gl.abs, gl.static_range = load, store, where, torch.abs, range
-    gl.program_id = lambda axis: gl.pid
+    gl.program_id, gl.num_programs = lambda axis: gl.pid, lambda axis: gl.programs
     gl.arange = lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32)
     gl.zeros = lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype)
     gl.minimum, gl.maximum = both(torch.minimum), both(torch.maximum)
@@ -151,6 +151,7 @@ def kernel() -> Any:
     exec(compile(text, str(SOURCE), "exec", flags=annotations.compiler_flag), scope)
 
     def run(programs: int, pointers: list, *numbers: Any, **constants: Any) -> None:
+        gl.programs = programs
         for i in range(programs):
             gl.pid = torch.tensor(i, dtype=torch.int32)
             scope["prepare_kernel"](*[None if x is None else Pointer(x) for x in pointers], *numbers, **constants)

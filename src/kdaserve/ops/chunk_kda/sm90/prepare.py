@@ -81,6 +81,8 @@ PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 """Rows of 128, 16 bytes a thread."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+OWN = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
+"""Of channels whose factors a thread makes for all."""
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -274,15 +276,15 @@ def running_decay(xs, b_bias, i_t, rows, inner, outer, GATE: gl.constexpr):
 
 
 @gluon.jit
-def decay_factors(b_total, p_decay):
+def decay_factors(b_total, b_widest, p_decay):
     """Factors `[4, BS]` of the channels from the log decays of the quarters, and the decay of the chunk to memory.
 
     Returns:
+        b_widest, or the widest log decays of a quarter so far, `[1, BS]` in OWN: no token is further from the middle of its half. Factors
         from the chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of the halves, and
         from the boundary to the second middle (two factors, as their product may be too small for one).
     """
     QUARTERS: gl.constexpr = gl.SliceLayout(1, PIECE)
-    OWN: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0])
     sT = gl.allocate_shared_memory(gl.float32, [4, BS], PLAIN)
     sU = gl.allocate_shared_memory(gl.float32, [4, BS], PLAIN)
     sV = gl.allocate_shared_memory(gl.float32, [4, BS], PLAIN)
@@ -302,13 +304,14 @@ def decay_factors(b_total, p_decay):
     sW.store(ex2(gl.where(late, 0.0, b_1)))
     sX.store(ex2(gl.where(late, 0.0, b_2)))
     gl.store(p_decay + o_c + 0 * i_4, ex2(gl.where(i_4 >= 0, (b_0 + b_1) + (b_2 + b_3), 0.0)), mask=(i_4 == 0) & (o_c >= 0))
+    b_widest = gl.maximum(b_widest, gl.maximum(gl.maximum(-b_0, -b_1), gl.maximum(-b_2, -b_3)))
     gl.thread_barrier()
-    return sU.load(QUARTERS)[:, None, :], sV.load(QUARTERS)[:, None, :], sW.load(QUARTERS)[:, None, :], sX.load(QUARTERS)[:, None, :]
+    return b_widest, sU.load(QUARTERS)[:, None, :], sV.load(QUARTERS)[:, None, :], sW.load(QUARTERS)[:, None, :], sX.load(QUARTERS)[:, None, :]
 
 
 @gluon.jit
 def decay_slice(
-    xs, p_k, p_q, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile, p_decay, sRk, sRq, sC, sX, widest,
+    xs, p_k, p_q, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile, p_decay, sRk, sRq, sC, sX, b_widest,
     GATE: gl.constexpr,
 ):  # fmt: skip
     """A slice: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
@@ -318,7 +321,7 @@ def decay_slice(
         sRk, sRq, sC, sX: `[64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
 
     Returns:
-        widest, or a wider log decay between a token and the middle of its half; for the bounded gate just widest.
+        b_widest, or the widest log decays of a quarter so far, by channel.
     """
     ks = load_rows(p_k, k_t, i_t, o_c, rows)
     qs = load_rows(p_q, q_t, i_t, o_c, rows)
@@ -327,7 +330,7 @@ def decay_slice(
     b_total = gl.sum(b_group, 1)
     i_4 = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, PIECE)))[:, None]
     b_start = gl.associative_scan(b_group, 1, add) - b_group - gl.where((i_4 & 1) == 0, b_total, 0.0)[:, None, :]  # from the middle to the group
-    u, v, w, x = decay_factors(b_total, p_decay)
+    b_widest, u, v, w, x = decay_factors(b_total, b_widest, p_decay)
     Rks = ()
     Rqs = ()
     Cs = ()
@@ -346,13 +349,11 @@ def decay_slice(
         Rqs = Rqs + (b_Rq.to(gl.bfloat16),)
         Cs = Cs + (b_C.to(gl.bfloat16),)
         Xs = Xs + ((b_C * w * x).to(gl.bfloat16),)
-        if GATE != "bounded":
-            widest = gl.maximum(widest, gl.max(gl.max(gl.max(gl.abs(b_e), 2), 1), 0))
     sRk.store(rows_of(Rks))
     sRq.store(rows_of(Rqs))
     sC.store(rows_of(Cs))
     sX.store(rows_of(Xs))
-    return widest
+    return b_widest
 
 
 # Products
@@ -664,6 +665,10 @@ def prepare_kernel(
     p_tiles += record * (ROWS * K)
     if p_cu is not None:
         end = gl.load(p_cu + N).to(gl.int64)
+        if p_order is not None:
+            n = gl.num_programs(0) - 1 - pid  # the last units are often empty
+            if n < N:
+                rank_sequence(p_cu, p_order, n, N)
         if p_o is not None:
             if i_u * C + C > end:
                 zero_padding(p_o + i_h * o_h * UNIT, o_t * UNIT, i_u * C, end, T)
@@ -683,9 +688,6 @@ def prepare_kernel(
     if rows <= 0:
         if GATE != "bounded":
             gl.store(p_header + K, 0.0)
-        if (p_cu is not None) & (p_order is not None):
-            if pid < N:
-                rank_sequence(p_cu, p_order, pid, N)
         return
     rows = gl.minimum(rows, C)
     share = HV // H
@@ -724,9 +726,6 @@ def prepare_kernel(
         a = ex2(gl.load(p_A_log + i_h).to(gl.float32) * LOG2_E)
     inner, outer = gate_factors(a, lower_bound, GATE)
     k_norms, q_norms = norms(p_k, p_q, k_t, q_t, i_t, o_c, rows, scale, L2NORM)
-    if (p_cu is not None) & (p_order is not None):
-        if pid < N:
-            rank_sequence(p_cu, p_order, pid, N)
 
     sNear = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
     sNorm = gl.allocate_shared_memory(gl.float32, [TB, 4, 4], PLAIN)
@@ -736,7 +735,7 @@ def prepare_kernel(
     sRq = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     sC = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-    widest = 0.0
+    b_widest = gl.zeros([1, BS], gl.float32, OWN)
     b_bias = gl.zeros([BS], gl.float32, CHANNELS)
     if ROLLED:
         for s in range(2):
@@ -744,9 +743,9 @@ def prepare_kernel(
                 xs = load_rows(p_g + BS, g_t, i_t, o_c, rows)
             if p_bias is not None:
                 b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
-            widest = decay_slice(
+            b_widest = decay_slice(
                 xs, p_k + s * BS, p_q + s * BS, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile + s * BS, p_header + s * BS,
-                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), widest, GATE,
+                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), b_widest, GATE,
             )  # fmt: skip
     else:
         for s in gl.static_range(2):
@@ -754,12 +753,12 @@ def prepare_kernel(
                 xs = load_rows(p_g + BS, g_t, i_t, o_c, rows)
             if p_bias is not None:
                 b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
-            widest = decay_slice(
+            b_widest = decay_slice(
                 xs, p_k + s * BS, p_q + s * BS, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile + s * BS, p_header + s * BS,
-                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), widest, GATE,
+                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), b_widest, GATE,
             )  # fmt: skip
     if GATE != "bounded":
-        gl.store(p_header + K, gl.where(widest > WIDEST, 1.0, 0.0))
+        gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
     fence_async_shared()
     gl.thread_barrier()
     zero = gl.zeros([C, 32], gl.float32, ACC)
