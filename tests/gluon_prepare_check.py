@@ -138,16 +138,16 @@ def language() -> types.SimpleNamespace:
 def kernel() -> Any:
     """The kernel's source as a function of torch, called with the number of programs first."""
     source = SOURCE.read_text()
-    begin, wrapper, last = source.index("LOG2_E = "), source.index("class GluonKernel"), source.index("def prepare_kernel")
+    begin, wrapper, last = source.index("LOG2_E = "), source.index("class GluonKernel"), source.index("@gluon_kernel(")
     gl = language()
     softplus = types.SimpleNamespace(fn=lambda x: torch.nn.functional.softplus(x.double()).float() / math.log(2))
     scope = {
-        "gl": gl, "gluon": types.SimpleNamespace(jit=lambda f: f), "fence_async_shared": lambda: None, "mma_v2": product,
+        "gl": gl, "gluon": types.SimpleNamespace(jit=lambda f: f), "gluon_kernel": lambda *vectors, own: lambda f: f, "fence_async_shared": lambda: None, "mma_v2": product,
         "warpgroup_mma": asynchronous_product, "warpgroup_mma_wait": lambda n, deps: deps,
         "math": types.SimpleNamespace(LOG2_E=1 / math.log(2), L2_EPS=1e-6, log2_softplus=softplus),
     }  # fmt: skip
     lines = [source[:begin].count("\n"), source[wrapper:last].count("\n")]
-    text = "\n" * lines[0] + source[begin:wrapper] + "\n" * lines[1] + source[last : source.rindex("prepare_kernel = ")]
+    text = "\n" * lines[0] + source[begin:wrapper] + "\n" * lines[1] + source[last:]
     exec(compile(text, str(SOURCE), "exec", flags=annotations.compiler_flag), scope)
 
     def run(programs: int, pointers: list, *numbers: Any, **constants: Any) -> None:

@@ -20,7 +20,7 @@ through shared memory, so that it takes no registers from chunks without repetit
 Keys are expected to be normed, or to be no longer than that: E7 rounds A and M to fp16, as the Triton backend does for such keys.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from triton.experimental import gluon
@@ -49,6 +49,8 @@ TB = gl.constexpr(4)
 """Tokens of a group: a thread has these of 8 channels of a slice."""
 PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0]))
 """Of `[4 quarters, 4 groups, BS]`."""
+TOKENS = gl.constexpr(gl.SliceLayout(2, PIECE))
+CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(0, PIECE)))
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 """Products `[64, 32]` of the asynchronous matrix units."""
@@ -311,26 +313,31 @@ def decay_factors(b_total, b_widest, p_decay):
 
 @gluon.jit
 def decay_slice(
-    xs, p_k, p_q, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile, p_decay, sRk, sRq, sC, sX, b_widest,
+    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
     GATE: gl.constexpr,
 ):  # fmt: skip
-    """A slice: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
+    """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
     Args:
         xs: its gate logits. k and q come from the caches again: the pass for their norms keeps nothing in registers.
-        sRk, sRq, sC, sX: `[64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
+        sRk, sRq, sC, sX: `[2, 64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
 
     Returns:
         b_widest, or the widest log decays of a quarter so far, by channel.
     """
+    o_c = s * BS + o_s[None, :][None, :, :]
     ks = load_rows(p_k, k_t, i_t, o_c, rows)
     qs = load_rows(p_q, q_t, i_t, o_c, rows)
+    p_tile += i_t[:, :, None] * K + o_c
+    b_bias = gl.zeros([BS], gl.float32, CHANNELS)
+    if p_bias is not None:
+        b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
     sums = running_decay(xs, b_bias, i_t, rows, inner, outer, GATE)
     b_group = sums[TB - 1]
     b_total = gl.sum(b_group, 1)
     i_4 = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, PIECE)))[:, None]
     b_start = gl.associative_scan(b_group, 1, add) - b_group - gl.where((i_4 & 1) == 0, b_total, 0.0)[:, None, :]  # from the middle to the group
-    b_widest, u, v, w, x = decay_factors(b_total, b_widest, p_decay)
+    b_widest, u, v, w, x = decay_factors(b_total, b_widest, p_decay + s * BS)
     Rks = ()
     Rqs = ()
     Cs = ()
@@ -349,10 +356,10 @@ def decay_slice(
         Rqs = Rqs + (b_Rq.to(gl.bfloat16),)
         Cs = Cs + (b_C.to(gl.bfloat16),)
         Xs = Xs + ((b_C * w * x).to(gl.bfloat16),)
-    sRk.store(rows_of(Rks))
-    sRq.store(rows_of(Rqs))
-    sC.store(rows_of(Cs))
-    sX.store(rows_of(Xs))
+    sRk.index(s).store(rows_of(Rks))
+    sRq.index(s).store(rows_of(Rqs))
+    sC.index(s).store(rows_of(Cs))
+    sX.index(s).store(rows_of(Xs))
     return b_widest
 
 
@@ -639,6 +646,12 @@ class GluonKernel(Kernel):
         return gluon.jit(function, do_not_specialize=self.numbers, do_not_specialize_on_alignment=free)
 
 
+def gluon_kernel(*vectors: str, own: Sequence[str] = ()) -> Callable[[Callable], Kernel]:
+    """As `kernel`, for Gluon."""
+    return lambda function: GluonKernel(function, vectors, own)
+
+
+@gluon_kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_header", "p_tiles"])
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
@@ -713,13 +726,13 @@ def prepare_kernel(
     if p_bias is not None:
         p_bias += i_h * K
 
-    TOKENS: gl.constexpr = gl.SliceLayout(2, PIECE)
-    CHANNELS: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, PIECE))
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
     o_s = gl.arange(0, BS, CHANNELS)
     o_c = o_s[None, :][None, :, :]
-    p_tile = p_tiles + (i_t[:, :, None] * K + o_c)
-    xs = load_rows(p_g, g_t, i_t, o_c, rows)
+    if ROLLED:
+        prefetch_rows(p_g, g_t, rows)
+    else:
+        xs = load_rows(p_g, g_t, i_t, o_c, rows)
     prefetch_rows(p_g + BS, g_t, rows)
     a = 1.0
     if GATE != "none":
@@ -736,26 +749,20 @@ def prepare_kernel(
     sC = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     b_widest = gl.zeros([1, BS], gl.float32, OWN)
-    b_bias = gl.zeros([BS], gl.float32, CHANNELS)
     if ROLLED:
         for s in range(2):
-            if s > 0:
-                xs = load_rows(p_g + BS, g_t, i_t, o_c, rows)
-            if p_bias is not None:
-                b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
+            xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
             b_widest = decay_slice(
-                xs, p_k + s * BS, p_q + s * BS, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile + s * BS, p_header + s * BS,
-                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), b_widest, GATE,
+                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
+                GATE,
             )  # fmt: skip
     else:
         for s in gl.static_range(2):
             if s > 0:
-                xs = load_rows(p_g + BS, g_t, i_t, o_c, rows)
-            if p_bias is not None:
-                b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
+                xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
             b_widest = decay_slice(
-                xs, p_k + s * BS, p_q + s * BS, k_t, q_t, k_norms, q_norms, b_bias, inner, outer, i_t, o_c, rows, p_tile + s * BS, p_header + s * BS,
-                sRk.index(s), sRq.index(s), sC.index(s), sX.index(s), b_widest, GATE,
+                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
+                GATE,
             )  # fmt: skip
     if GATE != "bounded":
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
@@ -775,6 +782,3 @@ def prepare_kernel(
     )  # fmt: skip
     sNear._keep_alive()
     sNorm._keep_alive()
-
-
-prepare_kernel = GluonKernel(prepare_kernel, ["p_q", "p_k", "p_g", "p_dt_bias", "p_o"], ["p_header", "p_tiles"])
