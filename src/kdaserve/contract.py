@@ -105,7 +105,7 @@ class Layout:
         dtypes: of the floating-point tensors given, by name.
         extents: bytes from the first to the end of the last element of every tensor given, by name.
         written: names of those that are updated in place.
-        refusals: for `dispatch`, by backend and need of gradients.
+        refusals: for `dispatch`, by backend, need of gradients and norm.
         prepared: for backends, what they worked out from the layout, by what else it depends on.
     """
 
@@ -114,7 +114,7 @@ class Layout:
     dtypes: Mapping[str, torch.dtype]
     extents: Mapping[str, int]
     written: tuple[str, ...]
-    refusals: dict[tuple[str, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
+    refusals: dict[tuple[str, bool, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
     prepared: dict[tuple, Any] = dataclasses.field(default_factory=dict)
 
 
@@ -131,12 +131,14 @@ class CheckedCall:
         layout: what the checks found out.
         needs_grad: whether autograd records the call.
         scale: factor of the output, its default filled in.
+        use_qk_l2norm_in_kernel: whether q and k are normed inside.
     """
 
     op: str
     layout: Layout
     needs_grad: bool
     scale: float
+    use_qk_l2norm_in_kernel: bool
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -359,6 +361,7 @@ def checked_record(record: type[Record], op: str, layout: Layout, flags: tuple[s
         layout=layout,
         needs_grad=torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes),
         scale=check_scale(op, arguments["scale"], layout.sizes["K"]),
+        use_qk_l2norm_in_kernel=arguments["use_qk_l2norm_in_kernel"],
         **{name: arguments[name] for name in record.__slots__ if name in arguments},  # the fields that an op adds to those of CheckedCall
     )
 

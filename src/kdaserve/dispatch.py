@@ -38,6 +38,8 @@ class Backend:
     """What K and V must both be; None for any."""
     short: tuple[str, ...] = ()
     """Names of the tensors that it takes in 16 bits only."""
+    normed: bool = False
+    """Whether it takes only calls with `use_qk_l2norm_in_kernel`."""
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
     in_triton: bool = False
@@ -54,28 +56,31 @@ class Backend:
 
     def refusal(self, call: CheckedCall) -> dict[str, str] | None:
         """None when it takes the call, else what is required, supported and missing."""
-        key = self.name, call.needs_grad
+        key = self.name, call.needs_grad, call.use_qk_l2norm_in_kernel
         if key not in call.layout.refusals:
-            call.layout.refusals[key] = self._refusal(call.op, call.layout, call.needs_grad)
+            call.layout.refusals[key] = self._refusal(call)
         return call.layout.refusals[key]
 
     def _takes(self, name: str, dtype: torch.dtype) -> bool:
         return dtype in self.dtypes and (name not in self.short or dtype.itemsize == 2)
 
-    def _refusal(self, op: str, layout: Layout, needs_grad: bool) -> dict[str, str] | None:
-        wanted = ["gradients"] if needs_grad else []
+    def _refusal(self, call: CheckedCall) -> dict[str, str] | None:
+        op, layout = call.op, call.layout
+        wanted = ["gradients"] if call.needs_grad else []
         sizes = [] if self.dim is None else [f"{name} = {layout.sizes[name]}" for name in ("K", "V")]
         missing = [] if op in self.ops else [op]
         missing += [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
         missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if not self._takes(name, dtype)]
         missing += [size for size in sizes if not size.endswith(f" {self.dim}")]
         missing += [] if self.gradients else wanted
+        missing += ["use_qk_l2norm_in_kernel=False"] if self.normed and not call.use_qk_l2norm_in_kernel else []
         if not missing:
             return None
         dtypes = ", ".join(dict.fromkeys(dtype_name(dtype) for dtype in layout.dtypes.values()))
         taken = [f"devices {', '.join(self.devices_here)}", ", ".join(dtype_name(dtype) for dtype in self.dtypes)]
         taken += ([] if self.dim is None else [f"K = V = {self.dim}"]) + (["gradients"] if self.gradients else [])
         taken += [f"{', '.join(self.short)} in 16 bits"] if self.short else []
+        taken += ["use_qk_l2norm_in_kernel=True"] if self.normed else []
         taken += [] if op in self.ops else [", ".join(self.ops)]
         return {
             "required": "; ".join([f"device {layout.device_type}", dtypes, *sizes, *wanted]),
@@ -100,7 +105,37 @@ def _triton_unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def _sm90_unavailable() -> str | None:
+    reason = _triton_unavailable()
+    if reason is not None:
+        return reason
+    if INTERPRETED:
+        return "Triton interprets, and its interpreter does not run Gluon"
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return f"it needs triton 3.6, there is {triton.__version__}"
+    if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
+        return "it needs a GPU of compute capability 9.0"
+    return None
+
+
 BACKENDS: tuple[Backend, ...] = (
+    Backend(
+        name="sm90",
+        role="two Gluon kernels a prefill, for Hopper",
+        module="kdaserve.ops.{op}.sm90",
+        automatic=(),
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        gradients=False,
+        ops=("chunk_kda",),
+        dim=128,
+        short=("q", "k", "v", "g"),
+        normed=True,
+        unavailable=_sm90_unavailable,
+    ),
     Backend(
         name="triton",
         role="two Triton kernels a prefill, one a decode; the portable GPU path",

@@ -26,7 +26,6 @@ class DecodeCall(contract.CheckedCall):
     initial_state: Tensor
     out: Tensor
     ssm_state_indices: Tensor
-    use_qk_l2norm_in_kernel: bool
     lower_bound: float | None
     beta_is_raw: bool = True
 

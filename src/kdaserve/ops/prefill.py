@@ -27,7 +27,6 @@ class PrefillCall(contract.CheckedCall):
     beta: Tensor
     initial_state: Tensor
     initial_state_indices: Tensor
-    use_qk_l2norm_in_kernel: bool
     cu_seqlens: Tensor | None
     A_log: Tensor | None
     dt_bias: Tensor | None

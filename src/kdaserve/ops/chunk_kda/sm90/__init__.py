@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from kdaserve.ops.chunk_kda import triton as portable
-from kdaserve.ops.chunk_kda.sm90.chain import R, chain_kernel
-from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, tokens
-from kdaserve.ops.chunk_kda.sm90.prepare import HEADER, ROWS, K, prepare_kernel
+from kdaserve.ops.chunk_kda.sm90.chain import RECORD, K, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.launch import HEADER, chain, chain_tensors, tokens
+from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.triton.config import processor
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit import prefill
-from kdaserve.ops.jit.launch import UNIT, Launch, dense, gate_name, strides
+from kdaserve.ops.jit.launch import Launch, dense, gate_name, strides
 from kdaserve.ops.prefill import PrefillCall
+
+PROGRAMS, REGISTERS = 3, 168
+"""Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves."""
 
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
@@ -56,15 +59,39 @@ class Launches:
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         N, T, H, HV = (call.sizes[s] for s in ("N", "T", "H", "HV"))
         records = portable.units(call) * HV
-        self._workspace = [((records, HEADER.value), torch.float32), ((records * ROWS.value, K.value), torch.bfloat16)]
+        self._workspace = [((records, HEADER), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
         self._order = ((N,), torch.int32) if _waits(call, N) else None
-        workspace, order = self._room(0)
+        workspace, order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, workspace)
-        qkg = [stride for x in pointers[:3] for stride in strides(x, 3)]
-        self._prepares = [
-            Launch(
-                prepare_kernel, records, [*pointers, order], (*qkg, *strides(o, 3)[1:]), (*strides(call.beta, 3), N, T, H, HV),
-                GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARKED=not portable.bounded(call), PDL=True,
-                num_warps=4, maxnreg=168,
-            )
-        ]  # fmt: skip
+        bounded, side_by_side = portable.bounded(call), PROGRAMS * processor(o.device)[0]
+        self._prepare = Launch(
+            prepare_kernel, records, [*pointers, order], (*[stride for x in pointers[:3] for stride in strides(x, 3)], *strides(o, 3)[1:]),
+            (*strides(call.beta, 3), N, T, H, HV, side_by_side if records > side_by_side else 0),
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARKED=not bounded, ROLLED=False, PDL=bounded,
+            num_warps=4, maxnreg=REGISTERS,
+        )  # fmt: skip
+        self._prepare_wide = None if bounded else portable.prepare(call, o, pointers, "only")
+        header, tiles = workspace
+        others = self._others(call, h, snapshots)
+        self._chain = chain(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order=order)
+
+    def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
+        """Launches the kernels."""
+        (header, tiles), order = self._room(o.device)
+        pointers = portable.prepare_pointers(call, o, [header, tiles])
+        if len(header):
+            self._prepare([*pointers, order], call.scale, call.lower_bound or 0.0)
+            if self._prepare_wide is not None:
+                self._prepare_wide(pointers, call.scale, call.lower_bound or 0.0)
+        others = self._others(call, h, snapshots)
+        tensors = chain_tensors(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order)
+        self._chain(tensors, 0 if snapshots is None else len(snapshots[0]))
+
+    def _room(self, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
+        """Headers and tiles of the records; the order of the sequences, where there is one."""
+        workspace = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._workspace]
+        return workspace, None if self._order is None else torch.empty(self._order[0], dtype=self._order[1], device=device)
+
+    @staticmethod
+    def _others(call: PrefillCall, h: Tensor | None, snapshots: prefill.Snapshots) -> list[Tensor | None]:
+        return [dense(call.initial_state_indices), *prefill.state_pointers(call, h, snapshots)]

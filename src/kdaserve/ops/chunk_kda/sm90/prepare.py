@@ -657,7 +657,7 @@ def prepare_kernel(
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
     o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, ahead: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARKED: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
 
@@ -665,6 +665,7 @@ def prepare_kernel(
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
         ahead: how many programs run at a time; one brings the inputs of that which will take its place into the second cache. 0: none does.
+        MARKED: chunks are marked in which a half decays more widely than factors can be formed for, or are said not to be.
         ROLLED: the two slices of channels are a loop, which halves the code; else they are written out.
         PDL: the next kernel of the stream may start when all programs of this one have.
     """
@@ -699,7 +700,7 @@ def prepare_kernel(
         start = (i_c * C).to(gl.int64)
         rows = T - i_c * C
     if rows <= 0:
-        if GATE != "bounded":
+        if MARKED:
             gl.store(p_header + K, 0.0)
         return
     rows = gl.minimum(rows, C)
@@ -764,7 +765,7 @@ def prepare_kernel(
                 s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
                 GATE,
             )  # fmt: skip
-    if GATE != "bounded":
+    if MARKED:
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
     fence_async_shared()
     gl.thread_barrier()
