@@ -313,25 +313,25 @@ def decay_factors(b_total, b_widest, p_decay):
 
 @gluon.jit
 def decay_slice(
-    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
+    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows, sRk, sRq, sC, sX, b_widest,
     GATE: gl.constexpr,
 ):  # fmt: skip
     """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
     Args:
+        p_k, p_q, p_tile, o_c: its channels are at o_c; p_bias, p_decay: its channels begin at s * BS.
         xs: its gate logits. k and q come from the caches again: the pass for their norms keeps nothing in registers.
         sRk, sRq, sC, sX: `[2, 64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
 
     Returns:
         b_widest, or the widest log decays of a quarter so far, by channel.
     """
-    o_c = s * BS + o_s[None, :][None, :, :]
     ks = load_rows(p_k, k_t, i_t, o_c, rows)
     qs = load_rows(p_q, q_t, i_t, o_c, rows)
     p_tile += i_t[:, :, None] * K + o_c
     b_bias = gl.zeros([BS], gl.float32, CHANNELS)
     if p_bias is not None:
-        b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
+        b_bias = gl.load(p_bias + s * BS + gl.arange(0, BS, CHANNELS)).to(gl.float32)
     sums = running_decay(xs, b_bias, i_t, rows, inner, outer, GATE)
     b_group = sums[TB - 1]
     b_total = gl.sum(b_group, 1)
@@ -727,8 +727,7 @@ def prepare_kernel(
         p_bias += i_h * K
 
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
-    o_s = gl.arange(0, BS, CHANNELS)
-    o_c = o_s[None, :][None, :, :]
+    o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
     if ROLLED:
         prefetch_rows(p_g, g_t, rows)
     else:
@@ -751,18 +750,19 @@ def prepare_kernel(
     b_widest = gl.zeros([1, BS], gl.float32, OWN)
     if ROLLED:
         for s in range(2):
-            xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
+            o_s = s * BS + o_c
+            xs = load_rows(p_g, g_t, i_t, o_s, rows)
             b_widest = decay_slice(
-                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
-                GATE,
+                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows,
+                sRk, sRq, sC, sX, b_widest, GATE,
             )  # fmt: skip
     else:
         for s in gl.static_range(2):
             if s > 0:
-                xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
+                xs = load_rows(p_g + s * BS, g_t, i_t, o_c, rows)
             b_widest = decay_slice(
-                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
-                GATE,
+                s, xs, p_k + s * BS, p_q + s * BS, p_bias, p_tiles + s * BS, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows,
+                sRk, sRq, sC, sX, b_widest, GATE,
             )  # fmt: skip
     if GATE != "bounded":
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
