@@ -119,6 +119,7 @@ def language() -> types.SimpleNamespace:
     gl.program_id, gl.num_programs = lambda axis: gl.pid, lambda axis: gl.programs
     gl.arange = lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32)
     gl.zeros = lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype)
+    gl.full = lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype)
     gl.minimum, gl.maximum = both(torch.minimum), both(torch.maximum)
     gl.fma = lambda x, y, z: x * y + z
     gl.sum = lambda x, axis: x.sum(axis).to(x.dtype)

@@ -460,16 +460,18 @@ def subtract_repeated(sS, sLast):
 
 
 @gluon.jit
-def last_repeated(b_k, b_kx, square, m_inside, half, col):
+def last_repeated(b_k, b_kx, b_square):
     """Of each row the last column of the chunk that it repeats, -1 if none, `[half, row]`."""
-    b_last = gl.where(m_inside & (b_k > NEAR * square), col + 32 * half, -1)
-    b_lastx = gl.where((half == 1) & (b_kx > NEAR * square), col, -1)
+    half, row, col = half_row_col()
+    b_near = NEAR * b_square[:, :, None]
+    b_last = gl.where((row > col) & (b_k > b_near), col + 32 * half, -1)
+    b_lastx = gl.where((half == 1) & (b_kx > b_near), col, -1)
     return gl.max(gl.maximum(b_last, b_lastx), 2)
 
 
 @gluon.jit
 def without_repetitions(
-    b_k, b_kx, b_q, b_qx, square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE: gl.constexpr
+    b_k, b_kx, b_q, b_qx, b_square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE: gl.constexpr
 ):  # fmt: skip
     """The chunk in the other basis: q.k (I - N), (I + beta A) (I - N) - I, and to memory (I - N)^T ke.
 
@@ -477,7 +479,7 @@ def without_repetitions(
         b_k, b_kx: A before beta, rows of a half with its own columns and of the second half with the columns of the first; b_q, b_qx: q.k likewise.
     """
     half, row, col = half_row_col()
-    b_last = last_repeated(b_k, b_kx, square, row > col, half, col)
+    b_last = last_repeated(b_k, b_kx, b_square)
     sLast.store(b_last)
     sS = gl.allocate_shared_memory(gl.float32, [C, 2 * K], PLAIN)
     b_k = gl.where(row > col, b_k * beta_row, 0.0)
@@ -576,11 +578,11 @@ def finish(
     half, row, col = half_row_col()
     b_A = gl.where(half == 0, by_halves(k1), by_halves(k2))
     b_Ax = by_halves(kx)
-    square = 1.0
+    b_square = gl.full([2, 32], 1.0, gl.float32, gl.SliceLayout(2, HALVES))
     if not L2NORM:
-        square = gl.sum(gl.where(row == col, b_A, 0.0), 2)
+        b_square = gl.sum(gl.where(row == col, b_A, 0.0), 2)
     b_most = gl.max(gl.maximum(gl.where(row > col, b_A, 0.0), gl.where(half == 1, b_Ax, 0.0)), 2)
-    sNear.store((b_most > NEAR * square).to(gl.int32))
+    sNear.store((b_most > NEAR * b_square).to(gl.int32))
     gl.thread_barrier()  # and no product reads its operands any more, whose memory is used again from here on
     repetitions = gl.sum(sNear._reinterpret(gl.int32, [C], LINE).load(gl.BlockedLayout([2], [32], [4], [0])), 0)
     b_qk = gl.where(row >= col, gl.where(half == 0, by_halves(q1), by_halves(q2)), 0.0)
@@ -589,10 +591,8 @@ def finish(
     beta_col = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(1, HALVES)), rows, BETA_RAW)[:, None, :]
     beta_first = load_beta(p_beta, beta_t, gl.arange(0, 32, gl.SliceLayout(0, PRODUCT)), rows, BETA_RAW)[None, :]
     if repetitions * 8 >= rows:
-        if not L2NORM:
-            square = square[:, :, None]
         b_A, b_Ax, b_qk, b_qkx = without_repetitions(
-            b_A, b_Ax, b_qk, b_qkx, square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
+            b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
         )  # fmt: skip
     else:
         b_A = gl.where(row > col, b_A, 0.0) * beta_row
