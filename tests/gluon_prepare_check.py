@@ -294,9 +294,9 @@ def prepare(
     def strides(t: Tensor) -> list[int]:
         return [s // 8 for s in t.stride()[:3]]
 
-    parameters = (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
+    inputs, parameters = [x[name] for name in ("q", "k", "g", "beta")], (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
     kernel()(
-        units * HV, [x["q"], x["k"], x["g"], x["beta"], *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None],
+        units * HV, [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None],
         *strides(x["q"]), *strides(x["k"]), *strides(x["g"]), *strides(o)[1:], *x["beta"].stride()[:3], N, T, H, HV, ahead, SCALE, LOWER_BOUND,
         GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, ROLLED=rolled, PDL=True, UNIT=8,
     )  # fmt: skip

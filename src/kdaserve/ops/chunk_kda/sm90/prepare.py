@@ -10,8 +10,8 @@ channel: kd and qd are the rows times the decay from the chunk's start to the mi
 and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
 
 **Who has what.** In the part that is done element by element a warp has a quarter of the tokens, so sums along tokens stay in it but for the totals
-of the quarters; tensors are pieces `[4 quarters, 4 groups of 4 tokens, channels]`, one token of each group, 8 channels a thread. From the products on a
-warp has 16 rows of the chunk, and E7 begins with four blocks of 16, one a warp, in registers.
+of the quarters; tensors are pieces `[4 quarters, 4 groups of 4 tokens, channels]`, one token of each group, 8 channels a thread. From the products on
+a warp has 16 rows of the chunk, and E7 begins with four blocks of 16, one a warp, in registers.
 
 **Keys that repeat.** Where they do, the chunk is written in another basis, as docs/design/triton-backend.md explains. N picks for each token the last
 one before it whose key it repeats; q.k becomes (q.k) (I - N), the matrix to invert (I + beta A) (I - N), and ke becomes (I - N)^T ke. This is a
