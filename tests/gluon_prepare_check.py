@@ -1,12 +1,11 @@
 """Runs the source of the Hopper prepare kernel on the CPU, with torch in place of Gluon, and compares its records with float64.
 
-Values only: layouts, barriers and races are not looked at. `python tests/gluon_prepare_check.py [word ..]` prints the checks whose names have the words,
-and fails where a tile is further off than rounding to bf16 explains.
+Values only: layouts, barriers and races are not looked at. `python tests/gluon_prepare_check.py [word ..]` prints the checks whose names have the
+words, and fails where a tile is further off than rounding to bf16 explains.
 """
 
 from __future__ import annotations
 
-import __future__
 import math
 import sys
 import types
@@ -16,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-annotations = __future__.annotations
 SOURCE = Path(__file__).parents[1] / "src/kdaserve/ops/chunk_kda/sm90/prepare.py"
 SCALE, LOWER_BOUND = 128**-0.5, -5.0
 Call = dict[str, Any]
@@ -46,7 +44,7 @@ class Shared:
         self.memory, self.dtype = memory, memory.dtype
 
     def store(self, value: Tensor) -> None:
-        assert value.shape == self.memory.shape and value.dtype == self.dtype, (value.shape, self.memory.shape, value.dtype, self.dtype)
+        assert (value.shape, value.dtype) == (self.memory.shape, self.dtype)
         self.memory.copy_(value)
 
     def load(self, layout: Any) -> Tensor:
@@ -98,7 +96,14 @@ def both(function: Any) -> Any:
 
 def assembly(code: str, constraints: str, arguments: list, dtype: Any, is_pure: bool, pack: int) -> Any:
     x = tensor(arguments[0]).float() if arguments else None
-    known = {"shl": lambda: x, "ex2": lambda: torch.exp2(x), "rcp": lambda: 1 / x, "rsqrt": lambda: torch.rsqrt(x), "prefetch": lambda: x, "griddep": lambda: x}
+    known = {
+        "shl": lambda: x,
+        "ex2": lambda: torch.exp2(x),
+        "rcp": lambda: 1 / x,
+        "rsqrt": lambda: torch.rsqrt(x),
+        "prefetch": lambda: x,
+        "griddep": lambda: x,
+    }
     return next(f for name, f in known.items() if name in code)()
 
 
@@ -119,6 +124,7 @@ def language() -> types.SimpleNamespace:
     gl.program_id, gl.num_programs = lambda axis: gl.pid, lambda axis: gl.programs
     gl.arange = lambda a, b, layout=None: torch.arange(a, b, dtype=torch.int32)
     gl.zeros = lambda shape, dtype, layout=None: torch.zeros(shape, dtype=dtype)
+    gl.full = lambda shape, value, dtype, layout=None: torch.full(shape, value, dtype=dtype)
     gl.minimum, gl.maximum = both(torch.minimum), both(torch.maximum)
     gl.fma = lambda x, y, z: x * y + z
     gl.sum = lambda x, axis: x.sum(axis).to(x.dtype)
@@ -130,7 +136,15 @@ def language() -> types.SimpleNamespace:
     gl.thread_barrier = lambda: None
     gl.allocate_shared_memory = lambda dtype, shape, layout: Shared(torch.full(shape, math.nan if dtype.is_floating_point else -7, dtype=dtype))
     gl.inline_asm_elementwise = assembly
-    for name in ("BlockedLayout", "SliceLayout", "DistributedLinearLayout", "NVMMADistributedLayout", "DotOperandLayout", "NVMMASharedLayout", "SwizzledSharedLayout"):
+    for name in (
+        "BlockedLayout",
+        "SliceLayout",
+        "DistributedLinearLayout",
+        "NVMMADistributedLayout",
+        "DotOperandLayout",
+        "NVMMASharedLayout",
+        "SwizzledSharedLayout",
+    ):
         setattr(gl, name, lambda *a, **k: None)
     return gl
 
@@ -142,7 +156,8 @@ def kernel() -> Any:
     gl = language()
     softplus = types.SimpleNamespace(fn=lambda x: torch.nn.functional.softplus(x.double()).float() / math.log(2))
     scope = {
-        "gl": gl, "gluon": types.SimpleNamespace(jit=lambda f: f), "gluon_kernel": lambda *vectors, own: lambda f: f, "fence_async_shared": lambda: None, "mma_v2": product,
+        "gl": gl, "gluon": types.SimpleNamespace(jit=lambda f: f), "gluon_kernel": lambda *vectors, own: lambda f: f,
+        "fence_async_shared": lambda: None, "mma_v2": product,
         "warpgroup_mma": asynchronous_product, "warpgroup_mma_wait": lambda n, deps: deps,
         "math": types.SimpleNamespace(LOG2_E=1 / math.log(2), L2_EPS=1e-6, log2_softplus=softplus),
     }  # fmt: skip
@@ -162,7 +177,9 @@ def kernel() -> Any:
 # Records
 
 
-def inputs(lengths: list[int], heads: int = 1, kind: str = "random", v_heads: int = 0, padding: int = 0, dtype: torch.dtype = torch.bfloat16, batch: int = 1) -> Call:
+def inputs(
+    lengths: list[int], heads: int = 1, kind: str = "random", v_heads: int = 0, padding: int = 0, dtype: torch.dtype = torch.bfloat16, batch: int = 1
+) -> Call:
     """Bounded gate with parameters, raw beta; `kind` makes them hostile. With a batch all sequences have the one length."""
     generator = torch.Generator().manual_seed(0)
 
@@ -227,7 +244,11 @@ def exact(x: Call, b: int, first: int, end: int, h: int, options: Call) -> dict[
     if x["dt_bias"] is not None:
         logit = logit + x["dt_bias"].double().view(HV, 128)[h]
     a = x["A_log"].double()[h].exp()
-    gates = {"bounded": lambda: LOWER_BOUND * torch.sigmoid(a * logit), "softplus": lambda: -a * torch.nn.functional.softplus(logit), "none": lambda: logit}
+    gates = {
+        "bounded": lambda: LOWER_BOUND * torch.sigmoid(a * logit),
+        "softplus": lambda: -a * torch.nn.functional.softplus(logit),
+        "none": lambda: logit,
+    }
     G = padded(gates[options["gate"]]()).cumsum(0)
     beta = padded(part("beta", h).sigmoid() if options["beta_is_raw"] else part("beta", h))
     D = torch.exp((G[:, None] - G[None]).masked_fill(torch.ones(64, 64).triu(1)[..., None] > 0, -torch.inf))
@@ -242,7 +263,17 @@ def exact(x: Call, b: int, first: int, end: int, h: int, options: Call) -> dict[
         N.zero_()
     eye = torch.eye(64, dtype=torch.float64)
     M = torch.linalg.inv((eye + A.tril(-1) * beta[:, None]) @ (eye - N)) * beta[None]
-    return {"kd": k * G.exp(), "qd": q * G.exp(), "ke": (eye - N).T @ ke, "qk": qk @ (eye - N), "M": M, "decay": G[-1].exp(), "N": N, "plain ke": ke, "plain qk": qk}
+    return {
+        "kd": k * G.exp(),
+        "qd": q * G.exp(),
+        "ke": (eye - N).T @ ke,
+        "qk": qk @ (eye - N),
+        "M": M,
+        "decay": G[-1].exp(),
+        "N": N,
+        "plain ke": ke,
+        "plain qk": qk,
+    }
 
 
 def record(tiles: Tensor, header: Tensor, r: int) -> dict[str, Tensor]:
@@ -250,7 +281,9 @@ def record(tiles: Tensor, header: Tensor, r: int) -> dict[str, Tensor]:
     return {"kd": t[:64], "qd": t[64:128], "ke": t[128:192], "qk": t[192:, :64], "M": t[192:, 64:], "decay": header[r, :128].double()}
 
 
-def prepare(x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, packed: bool = True, rolled: bool = False, ahead: int = 0) -> tuple:
+def prepare(
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, packed: bool = True, rolled: bool = False, ahead: int = 0
+) -> tuple:
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
     B, T, H, _ = x["q"].shape
     HV, N = x["g"].shape[2], len(x["cu"]) - 1 if packed else B
@@ -261,9 +294,9 @@ def prepare(x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw:
     def strides(t: Tensor) -> list[int]:
         return [s // 8 for s in t.stride()[:3]]
 
-    parameters = (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
+    inputs, parameters = [x[name] for name in ("q", "k", "g", "beta")], (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
     kernel()(
-        units * HV, [x["q"], x["k"], x["g"], x["beta"], *parameters, x["cu"] if packed else None, o if packed else None, header, tiles, order if packed else None],
+        units * HV, [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None],
         *strides(x["q"]), *strides(x["k"]), *strides(x["g"]), *strides(o)[1:], *x["beta"].stride()[:3], N, T, H, HV, ahead, SCALE, LOWER_BOUND,
         GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, ROLLED=rolled, PDL=True, UNIT=8,
     )  # fmt: skip
@@ -275,7 +308,11 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
     return ((got - want).norm() / want.norm().clamp_min(max(floor, 1e-300))).item() if got.isfinite().all() else math.inf
 
 
-def check(lengths: list[int], heads: int = 1, kind: str = "random", *, batch: int = 1, v_heads: int = 0, padding: int = 0, dtype=torch.bfloat16, bias=True, unit_keys=False, int64=False, **options) -> bool:
+def check(
+    lengths: list[int], heads: int = 1, kind: str = "random", *, batch: int = 1, v_heads: int = 0, padding: int = 0,
+    dtype: torch.dtype = torch.bfloat16, bias: bool = True, unit_keys: bool = False, int64: bool = False, **options: Any,
+) -> bool:  # fmt: skip
+    """Whether the records of such a call are right, with what they are off by on a line."""
     x = inputs(lengths, heads, kind, v_heads, padding, dtype, batch)
     options = {"gate": "bounded", "l2norm": True, "beta_is_raw": True} | options
     if unit_keys:
@@ -300,7 +337,13 @@ def check(lengths: list[int], heads: int = 1, kind: str = "random", *, batch: in
                 want = exact(x, 0 if packed else n, start + 64 * c, min(start + 64 * c + 64, start + length), h, options)
                 got = record(tiles, header, ((start // 64 + n if packed else n * chunks) + c) * HV + h)
                 repeating += int(want.pop("N").any())
-                floor = {"ke": 1e-3 * want.pop("plain ke").norm().item(), "qk": max(0.2 * SCALE, want.pop("plain qk").norm().item()), "kd": 1e-30, "qd": 1e-30, "decay": 1e-30}
+                floor = {
+                    "ke": 1e-3 * want.pop("plain ke").norm().item(),
+                    "qk": max(0.2 * SCALE, want.pop("plain qk").norm().item()),
+                    "kd": 1e-30,
+                    "qd": 1e-30,
+                    "decay": 1e-30,
+                }
                 for name, w in want.items():
                     worst[name] = max(worst.get(name, 0.0), difference(got[name], w, floor.get(name, 0.0)))
     end = int(x["cu"][-1])
@@ -308,7 +351,16 @@ def check(lengths: list[int], heads: int = 1, kind: str = "random", *, batch: in
     sorted_ = not packed or order.tolist() == sorted(range(len(lengths)), key=lambda n: (-lengths[n], n))
     good = bool(rest) and sorted_ and max(worst.values()) < 8e-3 and (worst["decay"] < 1e-4)
     marks = f" mark {header[:, 128].nan_to_num(-1).max():.0f}" if options["gate"] != "bounded" else ""
-    print("ok  " if good else "FAIL", lengths, heads, kind, f"repeating {repeating}", {n: f"{e:.1e}" for n, e in worst.items()}, f"padding {bool(rest)} order {sorted_}{marks}", flush=True)
+    print(
+        "ok  " if good else "FAIL",
+        lengths,
+        heads,
+        kind,
+        f"repeating {repeating}",
+        {n: f"{e:.1e}" for n, e in worst.items()},
+        f"padding {bool(rest)} order {sorted_}{marks}",
+        flush=True,
+    )
     return good
 
 
@@ -344,12 +396,12 @@ CHECKS = {
     "rolled": lambda: check([130], rolled=True, ahead=2) & check([65], rolled=True, kind="period 2"),
     "heads": lambda: check([64, 65], 2, v_heads=4, padding=70, ahead=3),
     "batch": lambda: check([130], 1, v_heads=2, batch=2, packed=False, ahead=1),
-    "decay": lambda: all([check([100], kind=kind) for kind in ("strong", "weak", "mixed", "steps", "small")]),
-    "repeat": lambda: all([check([64, 5, 70], kind=f"period {n}") for n in (1, 2, 16, 33, 40)]),
+    "decay": lambda: all(check([100], kind=kind) for kind in ("strong", "weak", "mixed", "steps", "small")),
+    "repeat": lambda: all(check([64, 5, 70], kind=f"period {n}") for n in (1, 2, 16, 33, 40)),
     "cosine": lambda: check([128], kind="cosine .97"),
     "one": lambda: check([64, 7], kind="one"),
-    "gates": lambda: all([check([70], gate=gate, bias=bias, int64=True) for gate in ("softplus", "none", "bounded") for bias in (True, False)]),
-    "gates repeat": lambda: all([check([70], kind="period 3", gate=gate, bias=bias) for gate in ("softplus", "none") for bias in (True, False)]),
+    "gates": lambda: all(check([70], gate=gate, bias=bias, int64=True) for gate in ("softplus", "none", "bounded") for bias in (True, False)),
+    "gates repeat": lambda: all(check([70], kind="period 3", gate=gate, bias=bias) for gate in ("softplus", "none") for bias in (True, False)),
     "beta": lambda: check([70], beta_is_raw=False),
     "norm": lambda: check([70], l2norm=False, unit_keys=True) & check([70], kind="period 2", l2norm=False, unit_keys=True),
     "half": lambda: check([70], dtype=torch.float16) & check([70], kind="period 2", dtype=torch.float16),
@@ -360,4 +412,4 @@ CHECKS = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     chosen = [f for name, f in CHECKS.items() if not sys.argv[1:] or set(name.split()) & set(sys.argv[1:])]
-    sys.exit(not all([f() for f in chosen]))
+    sys.exit(not all(f() for f in chosen))

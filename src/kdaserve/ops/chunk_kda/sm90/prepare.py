@@ -3,22 +3,23 @@
 A record is a header of fp32 numbers `[160]`, the decay of the chunk (128) and a mark, and tiles of bf16 rows of 128: k decayed from the chunk's start
 (64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
 
-**Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the row's
-factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with lower_bound >= -5
-this always holds, other gates mark the chunks where it does not. Everything else follows from these two by factors <= 1 of a channel: kd and qd are the rows times
-the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end, and tokens of different halves meet
-at the middle of the second one, where the rows are the same and the columns get smaller still.
+**Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
+row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
+lower_bound >= -5 this always holds, other gates mark the chunks where it does not. Everything else follows from these two by factors <= 1 of a
+channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end,
+and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
 
-**Who has what.** In the part that is done element by element a warp has a quarter of the tokens, so sums along tokens stay in it but for the totals of the four
-quarters; tensors are pieces `[4 quarters, groups of tokens, channels]`, one token of each group, 8 channels a thread. From the products on a warp has 16 rows of
-the chunk, and E7 begins with four blocks of 16, one a warp, in registers.
+**Who has what.** In the part that is done element by element a warp has a quarter of the tokens, so sums along tokens stay in it but for the totals
+of the quarters; tensors are pieces `[4 quarters, 4 groups of 4 tokens, channels]`, one token of each group, 8 channels a thread. From the products on
+a warp has 16 rows of the chunk, and E7 begins with four blocks of 16, one a warp, in registers.
 
-**Keys that repeat.** Where they do, the chunk is written in another basis: see the Triton backend's documentation. N picks for each token the last one before it
-whose key it repeats; q.k becomes (q.k) (I - N), the matrix to invert (I + beta A) (I - N), and ke becomes (I - N)^T ke. This is a branch of its own that hands over
-through shared memory, so that it takes no registers from chunks without repetitions.
+**Keys that repeat.** Where they do, the chunk is written in another basis, as docs/design/triton-backend.md explains. N picks for each token the last
+one before it whose key it repeats; q.k becomes (q.k) (I - N), the matrix to invert (I + beta A) (I - N), and ke becomes (I - N)^T ke. This is a
+branch of its own whose numbers go through shared memory, so that it takes no registers from chunks without repetitions.
 
-Keys are expected to be normed, or to be no longer than that: E7 rounds A and M to fp16, as the Triton backend does for such keys.
+Keys are expected to be normed, or to be no longer than that: E7 rounds A and M to fp16.
 """
+# ruff: noqa: RUF005 (kernels add tuples: their compiler does not unpack them)
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -52,11 +53,16 @@ PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0]
 TOKENS = gl.constexpr(gl.SliceLayout(2, PIECE))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(0, PIECE)))
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 """Products `[64, 32]` of the asynchronous matrix units."""
 HALVES = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]], [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]], [[0, 16, 0], [1, 0, 0]], [], [2, 32, 32]
+        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 16, 0], [1, 0, 0]],
+        [],
+        [2, 32, 32],
     )
 )
 """The same numbers as `[half, row, column]`; nothing moves."""
@@ -109,11 +115,13 @@ def ex2_small(x):
 
 @gluon.jit
 def rcp(x):
+    """The reciprocal, one instruction."""
     return gl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def rsq(x):
+    """The reciprocal of the root, one instruction."""
     return gl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
@@ -121,13 +129,16 @@ def rsq(x):
 def wide(x):
     """As fp32; of two bf16 numbers by two instructions, where the compiler takes three."""
     if x.dtype == gl.bfloat16:
-        return gl.inline_asm_elementwise("{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2)
+        return gl.inline_asm_elementwise(
+            "{ shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000; }", "=r,=r,r", [x], dtype=gl.float32, is_pure=True, pack=2
+        )
     else:
         return x.to(gl.float32)
 
 
 @gluon.jit
 def add(x, y):
+    """For scans."""
     return x + y
 
 
@@ -180,7 +191,7 @@ def sequence_of(p_cu, N, unit):
 @gluon.jit
 def rank_sequence(p_cu, p_order, n, N):
     """Writes n where it stands among the sequences, the longest first: a chain that begins late must not be a long one."""
-    o_n = gl.arange(0, 256, gl.BlockedLayout([2], [32], [4], [0]))
+    o_n = gl.arange(0, 256, PAIRS)
     length = gl.load(p_cu + n + 1) - gl.load(p_cu + n)
     before = 0
     for i_n in range(0, N, 256):
@@ -258,6 +269,7 @@ def norms(p_k, p_q, k_t, q_t, i_t, o_c, rows, scale, L2NORM: gl.constexpr):
 
 @gluon.jit
 def squares(b_x, b_y):
+    """Of both slices, added."""
     b_x = wide(b_x)
     b_y = wide(b_y)
     return gl.fma(b_y, b_y, b_x * b_x)
@@ -282,8 +294,8 @@ def decay_factors(b_total, b_widest, p_decay):
     """Factors `[4, BS]` of the channels from the log decays of the quarters, and the decay of the chunk to memory.
 
     Returns:
-        b_widest, or the widest log decays of a quarter so far, `[1, BS]` in OWN: no token is further from the middle of its half. Factors
-        from the chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of the halves, and
+        b_widest, or the widest log decays of a quarter so far, `[1, BS]` in OWN: no token is further from the middle of its half. Factors from the
+        chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of the halves, and
         from the boundary to the second middle (two factors, as their product may be too small for one).
     """
     QUARTERS: gl.constexpr = gl.SliceLayout(1, PIECE)
@@ -313,25 +325,25 @@ def decay_factors(b_total, b_widest, p_decay):
 
 @gluon.jit
 def decay_slice(
-    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
+    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows, sRk, sRq, sC, sX, b_widest,
     GATE: gl.constexpr,
 ):  # fmt: skip
     """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
     Args:
+        p_k, p_q, p_tile, o_c: its channels are at o_c; p_bias, p_decay: its channels begin at s * BS.
         xs: its gate logits. k and q come from the caches again: the pass for their norms keeps nothing in registers.
         sRk, sRq, sC, sX: `[2, 64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
 
     Returns:
         b_widest, or the widest log decays of a quarter so far, by channel.
     """
-    o_c = s * BS + o_s[None, :][None, :, :]
     ks = load_rows(p_k, k_t, i_t, o_c, rows)
     qs = load_rows(p_q, q_t, i_t, o_c, rows)
     p_tile += i_t[:, :, None] * K + o_c
     b_bias = gl.zeros([BS], gl.float32, CHANNELS)
     if p_bias is not None:
-        b_bias = gl.load(p_bias + s * BS + o_s).to(gl.float32)
+        b_bias = gl.load(p_bias + s * BS + gl.arange(0, BS, CHANNELS)).to(gl.float32)
     sums = running_decay(xs, b_bias, i_t, rows, inner, outer, GATE)
     b_group = sums[TB - 1]
     b_total = gl.sum(b_group, 1)
@@ -383,6 +395,7 @@ def meet(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
 
 @gluon.jit
 def by_halves(x):
+    """A product `[64, 32]` as `[half, row, column]`."""
     return gl.convert_layout(gl.reshape(x, [2, 32, 32]), HALVES)
 
 
@@ -405,9 +418,9 @@ def token_of(sToken, t):
 
 
 @gluon.jit
-def row_of(sS, t, first: gl.constexpr):
-    """128 numbers of row t of `[C, 256]`."""
-    return sS._reinterpret(gl.float32, [C, 2 * K], LINE).index(t).slice(first, K, dim=0)
+def row_of(sS, t):
+    """Row t of `[C, 256]`."""
+    return sS._reinterpret(gl.float32, [C, 2 * K], LINE).index(t)
 
 
 @gluon.jit
@@ -444,32 +457,35 @@ def store_keys(sS, sNorm, p_k, p_g, p_bias, k_t, g_t, rows, inner, outer, GATE: 
         for i in gl.static_range(8):
             t = C - 1 - i_t - i
             norm = token_of(sNorm, (t % TB) * (C // TB) + t // TB)
-            row_of(sS, t, K).store(ks[i].to(gl.float32) * norm * ex2(b_e))
+            row_of(sS, t).slice(K, K, dim=0).store(ks[i].to(gl.float32) * norm * ex2(b_e))
             b_e += gate(xs[i].to(gl.float32) * inner + b_bias, outer, gl.where(t < rows, 1.0, 0.0), GATE)
 
 
 @gluon.jit
 def subtract_repeated(sS, sLast):
-    """Takes row t of sS from row last(t), token after token: with X in the rows first, X^T, it becomes (X (I - N))^T. No thread needs another's numbers."""
+    """Takes row t of sS from row last(t), token after token, which makes (X (I - N))^T of X^T. No thread needs another's numbers.
+
+    Row t is subtracted before anything is subtracted from it: what repeats it comes later.
+    """
     for t in range(1, C):
         last = token_of(sLast, t)
         if last >= 0:
-            for i in gl.static_range(2):
-                b_row = row_of(sS, last, i * K).load(VECTOR) - row_of(sS, t, i * K).load(VECTOR)
-                row_of(sS, last, i * K).store(b_row)
+            row_of(sS, last).store(row_of(sS, last).load(PAIRS) - row_of(sS, t).load(PAIRS))
 
 
 @gluon.jit
-def last_repeated(b_k, b_kx, square, m_inside, half, col):
+def last_repeated(b_k, b_kx, b_square):
     """Of each row the last column of the chunk that it repeats, -1 if none, `[half, row]`."""
-    b_last = gl.where(m_inside & (b_k > NEAR * square), col + 32 * half, -1)
-    b_lastx = gl.where((half == 1) & (b_kx > NEAR * square), col, -1)
+    half, row, col = half_row_col()
+    b_near = NEAR * b_square[:, :, None]
+    b_last = gl.where((row > col) & (b_k > b_near), col + 32 * half, -1)
+    b_lastx = gl.where((half == 1) & (b_kx > b_near), col, -1)
     return gl.max(gl.maximum(b_last, b_lastx), 2)
 
 
 @gluon.jit
 def without_repetitions(
-    b_k, b_kx, b_q, b_qx, square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE: gl.constexpr
+    b_k, b_kx, b_q, b_qx, b_square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE: gl.constexpr
 ):  # fmt: skip
     """The chunk in the other basis: q.k (I - N), (I + beta A) (I - N) - I, and to memory (I - N)^T ke.
 
@@ -477,7 +493,7 @@ def without_repetitions(
         b_k, b_kx: A before beta, rows of a half with its own columns and of the second half with the columns of the first; b_q, b_qx: q.k likewise.
     """
     half, row, col = half_row_col()
-    b_last = last_repeated(b_k, b_kx, square, row > col, half, col)
+    b_last = last_repeated(b_k, b_kx, b_square)
     sLast.store(b_last)
     sS = gl.allocate_shared_memory(gl.float32, [C, 2 * K], PLAIN)
     b_k = gl.where(row > col, b_k * beta_row, 0.0)
@@ -576,23 +592,21 @@ def finish(
     half, row, col = half_row_col()
     b_A = gl.where(half == 0, by_halves(k1), by_halves(k2))
     b_Ax = by_halves(kx)
-    square = 1.0
+    b_square = gl.full([2, 32], 1.0, gl.float32, gl.SliceLayout(2, HALVES))
     if not L2NORM:
-        square = gl.sum(gl.where(row == col, b_A, 0.0), 2)
+        b_square = gl.sum(gl.where(row == col, b_A, 0.0), 2)
     b_most = gl.max(gl.maximum(gl.where(row > col, b_A, 0.0), gl.where(half == 1, b_Ax, 0.0)), 2)
-    sNear.store((b_most > NEAR * square).to(gl.int32))
+    sNear.store((b_most > NEAR * b_square).to(gl.int32))
     gl.thread_barrier()  # and no product reads its operands any more, whose memory is used again from here on
-    repetitions = gl.sum(sNear._reinterpret(gl.int32, [C], LINE).load(gl.BlockedLayout([2], [32], [4], [0])), 0)
+    repetitions = gl.sum(sNear._reinterpret(gl.int32, [C], LINE).load(PAIRS), 0)
     b_qk = gl.where(row >= col, gl.where(half == 0, by_halves(q1), by_halves(q2)), 0.0)
     b_qkx = by_halves(qx)
     beta_row = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(2, HALVES)), rows, BETA_RAW)[:, :, None]
     beta_col = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(1, HALVES)), rows, BETA_RAW)[:, None, :]
     beta_first = load_beta(p_beta, beta_t, gl.arange(0, 32, gl.SliceLayout(0, PRODUCT)), rows, BETA_RAW)[None, :]
     if repetitions * 8 >= rows:
-        if not L2NORM:
-            square = square[:, :, None]
         b_A, b_Ax, b_qk, b_qkx = without_repetitions(
-            b_A, b_Ax, b_qk, b_qkx, square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
+            b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
         )  # fmt: skip
     else:
         b_A = gl.where(row > col, b_A, 0.0) * beta_row
@@ -728,8 +742,7 @@ def prepare_kernel(
         p_bias += i_h * K
 
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
-    o_s = gl.arange(0, BS, CHANNELS)
-    o_c = o_s[None, :][None, :, :]
+    o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
     if ROLLED:
         prefetch_rows(p_g, g_t, rows)
     else:
@@ -752,18 +765,19 @@ def prepare_kernel(
     b_widest = gl.zeros([1, BS], gl.float32, OWN)
     if ROLLED:
         for s in range(2):
-            xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
+            o_s = s * BS + o_c
+            xs = load_rows(p_g, g_t, i_t, o_s, rows)
             b_widest = decay_slice(
-                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
-                GATE,
+                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows,
+                sRk, sRq, sC, sX, b_widest, GATE,
             )  # fmt: skip
     else:
         for s in gl.static_range(2):
             if s > 0:
-                xs = load_rows(p_g, g_t, i_t, s * BS + o_c, rows)
+                xs = load_rows(p_g + s * BS, g_t, i_t, o_c, rows)
             b_widest = decay_slice(
-                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest,
-                GATE,
+                s, xs, p_k + s * BS, p_q + s * BS, p_bias, p_tiles + s * BS, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows,
+                sRk, sRq, sC, sX, b_widest, GATE,
             )  # fmt: skip
     if MARKED:
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
