@@ -366,11 +366,11 @@ def at_once(jobs: list[Callable[[], Any]]) -> list[Any]:
     barrier = threading.Barrier(len(jobs))
 
     def run(job: Callable[[], Any]) -> Any:
-        barrier.wait(timeout=60)
+        barrier.wait(timeout=600)
         return job()
 
     with ThreadPoolExecutor(len(jobs)) as pool:
-        return [future.result(timeout=120) for future in [pool.submit(run, job) for job in jobs]]
+        return [future.result(timeout=600) for future in [pool.submit(run, job) for job in jobs]]
 
 
 @pytest.mark.parametrize(("every_op", "shared_plan"), [*((op, False) for op in OPS), ("chunk_kda", True), ("recurrent_kda", True)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from kdaserve import guards
-from kdaserve.contract import FLOATS, CheckedCall, Layout
+from kdaserve.contract import FLOATS, CheckedCall
 from kdaserve.errors import KdaError, dtype_name, error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
