@@ -282,8 +282,9 @@ def record(tiles: Tensor, header: Tensor, r: int) -> dict[str, Tensor]:
 
 
 def prepare(
-    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, packed: bool = True, rolled: bool = False, ahead: int = 0
-) -> tuple:
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True, rolled: bool = False,
+    ahead: int = 0,
+) -> tuple:  # fmt: skip
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
     B, T, H, _ = x["q"].shape
     HV, N = x["g"].shape[2], len(x["cu"]) - 1 if packed else B
@@ -298,7 +299,7 @@ def prepare(
     kernel()(
         units * HV, [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None],
         *strides(x["q"]), *strides(x["k"]), *strides(x["g"]), *strides(o)[1:], *x["beta"].stride()[:3], N, T, H, HV, ahead, SCALE, LOWER_BOUND,
-        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, ROLLED=rolled, PDL=True, UNIT=8,
+        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, MARK=gate != "bounded" or mark, ROLLED=rolled, PDL=True, UNIT=8,
     )  # fmt: skip
     return tiles, header, o, order
 
@@ -391,6 +392,24 @@ def check_long(dtype: torch.dtype, tokens: int = 4096) -> bool:
     return good
 
 
+def check_marks() -> bool:
+    """Of three chunks the one in which a channel decays by more than 2 ** 124 over 16 tokens is marked, and an empty record is not."""
+    good = True
+    for gate in ("none", "softplus", "bounded"):
+        x = inputs([192])
+        if gate == "none":
+            x["g"].fill_(-1.0)
+            x["g"][:, 80:96, :, 5] = -6.0
+        else:
+            x["g"].fill_(-20.0)
+            x["g"][:, 80:96, :, 5] = 20.0
+        header = prepare(x, gate=gate, mark=True)[1]
+        wanted = [0, 0 if gate == "bounded" else 1, 0, 0]
+        good &= header[:, 128].tolist() == wanted
+        print("ok  " if header[:, 128].tolist() == wanted else "FAIL", f"marks, {gate}: {header[:, 128].tolist()}", flush=True)
+    return good
+
+
 CHECKS = {
     "lengths": lambda: check([130, 1, 63]) & check([2, 7, 8, 64, 65], 1) & check([0, 3, 0, 0, 70, 0], padding=70) & check([0, 0]),
     "rolled": lambda: check([130], rolled=True, ahead=2) & check([65], rolled=True, kind="period 2"),
@@ -402,6 +421,7 @@ CHECKS = {
     "one": lambda: check([64, 7], kind="one"),
     "gates": lambda: all(check([70], gate=gate, bias=bias, int64=True) for gate in ("softplus", "none", "bounded") for bias in (True, False)),
     "gates repeat": lambda: all(check([70], kind="period 3", gate=gate, bias=bias) for gate in ("softplus", "none") for bias in (True, False)),
+    "marks": check_marks,
     "beta": lambda: check([70], beta_is_raw=False),
     "norm": lambda: check([70], l2norm=False, unit_keys=True) & check([70], kind="period 2", l2norm=False, unit_keys=True),
     "half": lambda: check([70], dtype=torch.float16) & check([70], kind="period 2", dtype=torch.float16),

@@ -5,7 +5,7 @@ A record is a header of fp32 numbers `[160]`, the decay of the chunk (128) and a
 
 **Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
 row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
-lower_bound >= -5 this always holds, other gates mark the chunks where it does not. Everything else follows from these two by factors <= 1 of a
+lower_bound >= -5 this always holds; otherwise the chunks where it does not can be marked. Everything else follows from these two by factors <= 1 of a
 channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end,
 and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
 
@@ -285,7 +285,7 @@ def running_decay(xs, b_bias, i_t, rows, inner, outer, GATE: gl.constexpr):
         b_g = gate(wide(xs[i]) * inner + b_bias, outer, m_t, GATE)
         if i > 0:
             b_g = b_g + sums[i - 1]
-        sums = sums + (b_g,)
+        sums = sums + (b_g,)  # E5
     return sums
 
 
@@ -384,10 +384,10 @@ def meet(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
     c1 = sC.slice(0, 32, dim=0).permute((1, 0))
     c2 = sC.slice(32, 32, dim=0).permute((1, 0))
     cx = sX.slice(0, 32, dim=0).permute((1, 0))
-    k1 = warpgroup_mma(sRk, c1, k1, use_acc=not FIRST, is_async=True)
+    k1 = warpgroup_mma(sRk, c1, k1, use_acc=not FIRST, is_async=True)  # E6
     k2 = warpgroup_mma(sRk, c2, k2, use_acc=not FIRST, is_async=True)
     kx = warpgroup_mma(sRk, cx, kx, use_acc=not FIRST, is_async=True)
-    q1 = warpgroup_mma(sRq, c1, q1, use_acc=not FIRST, is_async=True)
+    q1 = warpgroup_mma(sRq, c1, q1, use_acc=not FIRST, is_async=True)  # E10
     q2 = warpgroup_mma(sRq, c2, q2, use_acc=not FIRST, is_async=True)
     qx = warpgroup_mma(sRq, cx, qx, use_acc=not FIRST, is_async=True)
     return k1, k2, kx, q1, q2, qx
@@ -620,7 +620,7 @@ def finish(
     sA.store(gl.reshape(b_Ax.to(gl.float16), [C, 32]))
     b_left = gl.where(half == 0, b_qk, b_qkx)
     sO.slice(0, C, dim=1).store(side_by_side(b_left.to(gl.bfloat16), gl.where(half == 0, 0.0, b_qk).to(gl.bfloat16)))
-    b_M = inverse32(b_A, sE)
+    b_M = inverse32(b_A, sE)  # E7
     sM.store(gl.reshape(b_M.to(gl.float16), [C, 32]))
     b_M = b_M * beta_col
     sO.slice(C, C, dim=1).store(side_by_side(gl.where(half == 0, b_M, 0.0).to(gl.bfloat16), gl.where(half == 0, 0.0, b_M).to(gl.bfloat16)))
@@ -671,7 +671,7 @@ def prepare_kernel(
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
     o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, ahead: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARKED: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
 
@@ -679,7 +679,8 @@ def prepare_kernel(
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
         ahead: how many programs run at a time; one brings the inputs of that which will take its place into the second cache. 0: none does.
-        MARKED: chunks are marked in which a half decays more widely than factors can be formed for, or are said not to be.
+        MARK: a half may decay too widely; the mark, 1 or 0, says whether one does, and the tiles of a marked chunk are not to be used. Otherwise the
+            mark is not written.
         ROLLED: the two slices of channels are a loop, which halves the code; else they are written out.
         PDL: the next kernel of the stream may start when all programs of this one have.
     """
@@ -714,7 +715,7 @@ def prepare_kernel(
         start = (i_c * C).to(gl.int64)
         rows = T - i_c * C
     if rows <= 0:
-        if MARKED:
+        if MARK:
             gl.store(p_header + K, 0.0)
         return
     rows = gl.minimum(rows, C)
@@ -779,7 +780,7 @@ def prepare_kernel(
                 s, xs, p_k + s * BS, p_q + s * BS, p_bias, p_tiles + s * BS, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows,
                 sRk, sRq, sC, sX, b_widest, GATE,
             )  # fmt: skip
-    if MARKED:
+    if MARK:
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
     fence_async_shared()
     gl.thread_barrier()
