@@ -182,7 +182,7 @@ def store_rows(p_o, o_t, sO, left):
 def consume(
     d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_token, column, length, chunks, behind, i_n, i_h, i_v, pool_s, track_s, o_t, HV, M, sBoxes, sV, sDecay, sO, full, empty,
-    EARLY: gl.constexpr, TOP: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr,
+    EARLY: gl.constexpr, TOP: gl.constexpr, SOON: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute: E8 to E11 of all chunks of a sequence.
 
@@ -232,8 +232,9 @@ def consume(
         if left < C:
             mask_rows(sV.index(stage), left)
         tile = stage * 8
-        b_v = sV.index(stage).permute([1, 0]).load(STATE)
-        b_decay = sHalves.index(stage * 2).load(gl.SliceLayout(0, STATE))
+        if SOON:
+            b_v = sV.index(stage).permute([1, 0]).load(STATE)
+            b_decay = sHalves.index(stage * 2).load(gl.SliceLayout(0, STATE))
         b_out = warpgroup_mma_wait(0, deps=[b_o])  # of the chunk before
         if TOP:
             b_A0 = operand(narrow(b_S0))
@@ -246,6 +247,9 @@ def consume(
             p_h += HV * (K * K)
         h_out = output(b_out, sO.dtype)
         b_o = warpgroup_mma(b_A0, sTiles.index(tile + 1).permute([1, 0]), b_out, use_acc=False, is_async=True)  # E10
+        if not SOON:
+            b_v = sV.index(stage).permute([1, 0]).load(STATE)
+            b_decay = sHalves.index(stage * 2).load(gl.SliceLayout(0, STATE))
         b_v = wide(b_v)
         b_S0 = times(b_S0, b_decay[None, :])
         if EARLY:
@@ -310,7 +314,7 @@ def chain_kernel(
     d_tiles, d_head, d_v, d_o, p_o, p_pool, p_index, p_cu, p_order, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_t: gl.int64, o_h: gl.int32, pool_s: gl.int64, track_s: gl.int64,
     v_b: gl.int32, v_h: gl.int32, o_b: gl.int32, behind: gl.int32, T: gl.int32, HV: gl.int32, M: gl.int32,
-    EARLY: gl.constexpr, TOP: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    EARLY: gl.constexpr, TOP: gl.constexpr, SOON: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E8 to E11 of all chunks of a sequence, the output written on the way, and the states at the boundaries that the call asks for.
 
@@ -324,6 +328,7 @@ def chain_kernel(
         p_order: `[N]`, the sequence of the first program, of the second, ...: the longest first where not all run at once. None = as they come.
         EARLY: the stage of a chunk is handed back as soon as its products are done, with a barrier of its own; else where the next output is stored.
         TOP: the state is rounded to bf16 at the top of the loop; else at its end, while products of the output still run.
+        SOON: v and decay are loaded before the first products are started; else behind them, which takes fewer registers.
         LOW_PART: the products in which the rounding of v' is made up for by a second bf16 number: "both", "state" (E11), "output" (E10) or "none".
     """
     pid = gl.program_id(0)
@@ -361,7 +366,7 @@ def chain_kernel(
             (consume, (
                 d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
                 o_token, i_h * (o_h * UNIT) + i_v * R, length, chunks, behind, i_n, i_h, i_v, pool_s * UNIT, track_s * UNIT, o_t * UNIT, HV, M,
-                sBoxes, sV, sDecay, sO, full, empty, EARLY, TOP, LOW_PART, PDL,
+                sBoxes, sV, sDecay, sO, full, empty, EARLY, TOP, SOON, LOW_PART, PDL,
             )),
             (produce, (d_tiles, d_head, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty, PDL)),
         ],

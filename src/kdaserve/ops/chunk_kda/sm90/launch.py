@@ -1,0 +1,84 @@
+"""How the Hopper kernels see tensors through tensor maps, and how the chain is launched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kdaserve.ops.chunk_kda.sm90.chain import LINE, RECORD, TILE, C, K, R, chain_kernel
+from kdaserve.ops.jit.launch import Launch, Matrix, strides
+
+HEADER = 160
+"""Floats of a header, the first `K` of them the decay of the chunk."""
+REACH = 2**31
+"""Rows and columns of a matrix stay below: copies take coordinates of 32 bits."""
+
+
+def tokens(x: Tensor) -> Matrix | None:
+    """`x` `[B, T, heads, K]` in 16 bits as a matrix with a row a token, for boxes of a chunk and 64 channels; None where a tensor map cannot show it.
+
+    It takes heads side by side in a row, entries of the batch a multiple of the row stride apart, and multiples of 16 bytes throughout. That the
+    address is one is not looked at: it may change where the layout stays.
+    """
+    B, T, heads, dim = x.shape
+    columns = (heads - 1) * x.stride(2) + dim if heads > 1 else dim
+    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else -(-columns // 8) * 8
+    batch = x.stride(0) if B > 1 else 0
+    if x.element_size() != 2 or x.stride(3) != 1 or min(x.shape) == 0:
+        return None
+    if token < columns or token % 8 or (heads > 1 and (x.stride(2) < dim or x.stride(2) % 8)) or batch % token:
+        return None
+    rows = (B - 1) * (batch // token) + T
+    return Matrix(rows, columns, token, (C.value, R.value), TILE) if max(rows, columns) + C.value < REACH else None
+
+
+def holds(records: int) -> bool:
+    """Whether a workspace of so many records is within reach."""
+    return records * RECORD.value < REACH
+
+
+def chain(
+    records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
+    *, order: Tensor | None = None, early: bool = True, top: bool = True, soon: bool | None = None, low_part: str = "both", dependent: bool = True,
+) -> Launch:  # fmt: skip
+    """The launch of `chain_kernel` for tensors of this layout; what it is called with is `chain_tensors` of the same, and the number of snapshots.
+
+    Args:
+        records: `[n * 256, 128]` bf16; headers: `[n, 160]` fp32; see `chain_kernel`.
+        v, o: `[B, T, HV, 128]`, as `tokens` takes them, bf16 or fp16; their addresses multiples of 16 bytes.
+        pool: `[slots, HV, 128, 128]`, slots at any stride; others: as in `chain_tensors`.
+        order: `[N]` int32, the sequence of each program; None = as they come.
+        early, top, soon, low_part: see `chain_kernel`.
+        dependent: launched while the kernel before it in the stream, which must be `prepare`, still runs.
+    """
+    B, T, HV, _ = v.shape
+    seen = tokens(v), tokens(o)
+    assert seen[0] is not None and seen[1] is not None, "v and o are copied where a tensor map cannot show them"
+    assert holds(len(headers)), "so many records are out of reach"
+    N = len(cu_seqlens) - 1 if cu_seqlens is not None else B
+    tensors = chain_tensors(records, headers, v, o, pool, cu_seqlens, others, order)
+    track, slots = others[3], others[7]
+    (o_h,), (v_h,) = (strides(x, 3)[2:] for x in (o, v))
+    batch_rows = [x.stride(0) // matrix.stride if B > 1 else 0 for x, matrix in zip((v, o), seen, strict=True)]
+    return Launch(
+        chain_kernel, N * HV * (K.value // R.value), tensors,
+        (seen[1].stride, o_h, *strides(pool, 1), *strides(track, 1)), (batch_rows[0], v_h, batch_rows[1], seen[1].rows, T, HV),
+        maps=(
+            Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE), Matrix(len(headers), HEADER, HEADER, (1, K.value), LINE), *seen,
+        ),
+        # With snapshots to look for there are no registers left for it.
+        EARLY=early, TOP=top, SOON=slots is None if soon is None else soon, LOW_PART=low_part, PDL=dependent, num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def chain_tensors(
+    records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
+    order: Tensor | None = None,
+) -> list[Tensor | None]:  # fmt: skip
+    """What the tensor maps and pointers of `chain_kernel` stand for.
+
+    `others` are `initial_state_indices`, `h`, `chunk_offsets`, `track_state`, `track_chunk_idx`, and of the snapshots sequence, tokens and slot.
+    """
+    index, h, chunk_offsets, track, track_chunk, *snapshots = others
+    return [records, headers, v, o, o, pool, index, cu_seqlens, order, h, chunk_offsets, track, track_chunk, *snapshots]
