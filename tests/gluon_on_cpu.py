@@ -1,9 +1,9 @@
 """Runs Gluon kernels for Hopper on a CPU, values only: no layouts, no races between the threads of a warp group.
 
-What is asynchronous on the GPU is as late or as early here as the kernel allows. A product of `warpgroup_mma` is computed when it is waited for, and reads
-shared memory then; a store by TMA reads it when `store_wait` says so. A copy to shared memory is there at once. Groups of warps take turns at barriers,
-by `eager` the others first: then the producer overwrites a stage as soon as it may. A wrong phase, a missing arrival, or a wrong number of bytes ends
-with everyone waiting, which is an error; so is an asynchronous read of what threads have written without a fence and a barrier behind it.
+What is asynchronous on the GPU is as late or as early here as the kernel allows. A product of `warpgroup_mma` is computed when it is waited for, and
+reads shared memory then; a store by TMA reads it when `store_wait` says so. A copy to shared memory is there at once. Groups of warps take turns at
+barriers, with `eager` the others first: then the producer overwrites a stage as soon as it may. A wrong phase, a missing arrival, or a wrong number
+of bytes ends with everyone waiting, which is an error; so is an asynchronous read of what threads have written without a fence and a barrier behind.
 
     (chain,) = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "chain")
 
@@ -38,7 +38,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-class Deadlock(RuntimeError):
+class DeadlockError(RuntimeError):
     """All groups of warps wait."""
 
 
@@ -93,7 +93,7 @@ class Program:
         waiting = [g for g in ([*others, group] if self.eager else [group, *others]) if not g.done]
         following = next((g for g in waiting if g.ready()), None)
         if following is None:
-            self.failure = Deadlock("; ".join(f"{g.name} waits for {g.waits_for}" for g in waiting))
+            self.failure = DeadlockError("; ".join(f"{g.name} waits for {g.waits_for}" for g in waiting))
         else:
             self.turn = following
         self.changed.notify_all()
@@ -145,7 +145,7 @@ class Shared:
         return self.x.clone()
 
     def store(self, value: Tensor) -> None:
-        assert value.shape == self.x.shape and value.dtype == self.x.dtype, (value.shape, self.x.shape, value.dtype, self.x.dtype)
+        assert (value.shape, value.dtype) == (self.x.shape, self.x.dtype), (value.shape, self.x.shape, value.dtype, self.x.dtype)
         self.x.copy_(value)
         self.owner.written = "written"
 
@@ -457,7 +457,8 @@ def _work(program: Program, group: Group, function: Callable, args: tuple) -> No
     try:
         if program.failure is None:
             function(*args)
-            assert not group.stores and not group.products, f"{group.name} ends with copies or products in flight"
+            left = [*group.stores, *group.products]
+            assert left == [], f"{group.name} ends with copies or products in flight"
             program.end(group)
     except BaseException as failure:  # the default group raises it
         program.fail(failure)
@@ -582,7 +583,8 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Any], dtyp
 
 
 LANGUAGE: dict[str, Any] = {
-    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8", "abs", "exp2", "log2", "zeros_like")},
+    **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")},
+    **{name: getattr(torch, name) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "zeros_like")},
     **{name: getattr(real, name) for name in dir(real) if name.endswith("Layout")},
     **{name: reduce_by(name) for name in ("sum", "max", "min")},
     "int1": torch.bool,
@@ -599,8 +601,6 @@ LANGUAGE: dict[str, Any] = {
     "minimum": lambda x, y: torch.minimum(*alike(x, y)),
     "maximum": lambda x, y: torch.maximum(*alike(x, y)),
     "fma": fma,
-    "sqrt": torch.sqrt,
-    "rsqrt": torch.rsqrt,
     "associative_scan": associative_scan,
     "reshape": lambda x, *shape: x.reshape(*shape),
     "permute": lambda x, *order: x.permute(*order),

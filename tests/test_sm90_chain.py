@@ -20,9 +20,9 @@ chain, launch = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "chain"
 C, D = 64, 128
 
 
-def tiles(lengths: list[int], seed: int = 0) -> tuple[Tensor, ...]:
+def tiles(lengths: list[int]) -> tuple[Tensor, ...]:
     """kd, qd, ke, q.k, M beta and the decay of chunks with so many tokens, by the formulas, in bf16 but the last."""
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(0)
     n = len(lengths)
     valid = (torch.arange(C) < torch.tensor(lengths)[:, None]).float()[..., None]
     k = torch.nn.functional.normalize(torch.randn(n, C, D, generator=g), dim=-1) * valid
@@ -61,16 +61,16 @@ class Problem:
         return dataclasses.replace(self, tensors={name: cloned(x) for name, x in self.tensors.items()})
 
 
-def problem(lengths: list[int], HV: int = 2, *, batched: bool = False, dtype: torch.dtype = BF16, pool: torch.dtype = torch.float32, seed: int = 0) -> Problem:
+def problem(lengths: list[int], HV: int = 2, *, batched: bool = False, dtype: torch.dtype = BF16, pool: torch.dtype = torch.float32) -> Problem:
     N, T = len(lengths), sum(lengths)
-    g = torch.Generator().manual_seed(seed)
+    g = torch.Generator().manual_seed(1)
     per = -(-lengths[0] // C)
     firsts = [n * per if batched else sum(lengths[:n]) // C + n for n in range(N)]
     owned = [(n, c, (firsts[n] + c) * HV) for n in range(N) for c in range(-(-lengths[n] // C))]
     records = (N * per if batched else T // C + N) * HV
     packed, headers = torch.full((records, 256, D), NAN, dtype=BF16), torch.full((records, 160), NAN)
     at = [r + h for _, _, r in owned for h in range(HV)]
-    kd, qd, ke, qk, M, decay = tiles([min(C, lengths[n] - c * C) for n, c, _ in owned for _ in range(HV)], seed)
+    kd, qd, ke, qk, M, decay = tiles([min(C, lengths[n] - c * C) for n, c, _ in owned for _ in range(HV)])
     packed[at], headers[at, :D] = torch.cat([kd, qd, ke, torch.cat([qk, M], -1)], 1), decay
     shape = (N, lengths[0], HV) if batched else (1, T, HV)
     tensors = {
@@ -261,8 +261,9 @@ def test_states_at_boundaries(early: bool):
 def test_what_a_tensor_map_cannot_show_is_refused():
     x = torch.zeros(2, 5, 3, 128, dtype=BF16)
     assert launch.tokens(x) == launch.Matrix(10, 384, 384, (64, 64), chain.TILE)
-    assert launch.tokens(x[:, :1, :1]) == launch.Matrix(6, 128, 1920 // 5 * 5, (64, 64), chain.TILE) or True
-    for bad in (x.float(), x.transpose(1, 2), x.transpose(2, 3), torch.zeros(2, 5, 3, 132, dtype=BF16)[..., :128], x[:, :0], x[:, :1].expand(2, 5, 3, 128)):
+    assert launch.tokens(x[:, :1, :1]) == launch.Matrix(2, 128, 1920, (64, 64), chain.TILE)
+    between = torch.zeros(2, 5, 3, 132, dtype=BF16)[..., :128]
+    for bad in (x.float(), x.transpose(1, 2), x.transpose(2, 3), between, x[:, :0], x[:, :1].expand(2, 5, 3, 128)):
         assert launch.tokens(bad) is None
     assert launch.holds(2**23 - 1)
     assert not launch.holds(2**23)
@@ -270,7 +271,7 @@ def test_what_a_tensor_map_cannot_show_is_refused():
 
 def test_a_missing_arrival_is_found(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gluon_on_cpu.HOPPER["mbarrier"], "arrive", lambda *args, **kwargs: None)
-    with pytest.raises(gluon_on_cpu.Deadlock, match="produce waits for phase"):
+    with pytest.raises(gluon_on_cpu.DeadlockError, match="produce waits for phase"):
         problem([4 * C], 1).run()
 
 
@@ -278,14 +279,14 @@ def test_a_wrong_phase_is_found(monkeypatch: pytest.MonkeyPatch):
     wait = gluon_on_cpu.barrier_wait
     monkeypatch.setattr(gluon_on_cpu.HOPPER["mbarrier"], "wait", lambda bar, phase: wait(bar, int(phase) ^ 1))
     p = problem([4 * C], 1)
-    with pytest.raises((gluon_on_cpu.Deadlock, AssertionError)):
+    with pytest.raises((gluon_on_cpu.DeadlockError, AssertionError)):
         check(p)
 
 
 def test_a_wrong_number_of_bytes_is_found(monkeypatch: pytest.MonkeyPatch):
     expect = gluon_on_cpu.barrier_expect
     monkeypatch.setattr(gluon_on_cpu.HOPPER["mbarrier"], "expect", lambda bar, size: expect(bar, size + 16))
-    with pytest.raises(gluon_on_cpu.Deadlock, match="consume|default"):
+    with pytest.raises(gluon_on_cpu.DeadlockError, match="default waits for phase 0"):
         problem([C], 1).run()
 
 

@@ -196,14 +196,14 @@ class _Start:
     @classmethod
     def of(cls, compiled: Any) -> _Start:
         """Of a kernel that needs no memory of its own."""
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST as types
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
         run = compiled.run
         maps = getattr(compiled.metadata, "tensordesc_meta", None) or ()
         # With tensor maps, Triton wraps the function in one that encodes them.
         function = inspect.getclosurevars(run.launch).nonlocals["launcher"] if maps else run.launch
         settings = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
-        return cls(function, settings, tuple((m["swizzle"], m["elem_size"], types[m["elem_type"]], m["block_size"]) for m in maps))
+        return cls(function, settings, tuple((m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"]) for m in maps))
 
 
 def _descriptor(tensor: Tensor | None, matrix: Matrix) -> Any:

@@ -1,13 +1,13 @@
 """Prefill, second kernel, for Hopper: chunk after chunk through the state. One program a sequence, head and half of V.
 
-K = V = 128. A program holds its 64 rows of the state in registers as two accumulators [64 (V), 64 (K)], the halves of K, so that the right operand of
-every product is one tile [64, 64] of shared memory, and left operands (the state in bf16, r, v') never leave the registers. A warp of its own brings
-chunks by TMA, `STAGES` of them in flight.
+K = V = 128. A program holds its 64 rows of the state in registers as two accumulators [64 (V), 64 (K)], the halves of K, so that the right operand
+of every product is one tile [64, 64] of shared memory, and left operands (the state in bf16, r, v') never leave the registers. A warp of its own
+brings chunks by TMA, `STAGES` of them in flight.
 
-Records, as `prepare` writes them: `[records * 256, 128]` bf16, of each chunk and head 64 rows of kd (k decayed from the chunk's start), 64 of qd, 64 of
-ke (k decayed to the chunk's end), and 64 whose left half is the q.k of E10 and whose right half is M beta. Headers: `[records, 160]` fp32, the first
-128 the decay of the chunk. Rows of kd, qd, M and q.k behind the end of the sequence must be finite, those of ke zero, and M and q.k have zeros right of
-the diagonal. Records without a chunk are not read.
+Records, as `prepare` writes them: `[records * 256, 128]` bf16, of each chunk and head 64 rows of kd (k decayed from the chunk's start), 64 of qd,
+64 of ke (k decayed to the chunk's end), and 64 whose left half is the q.k of E10 and whose right half is M beta. Headers: `[records, 160]` fp32, the
+first 128 the decay of the chunk. Rows of kd, qd, M and q.k behind the end of the sequence must be finite, those of ke zero, and M and q.k have zeros
+right of the diagonal. Records without a chunk are not read.
 """
 
 from triton.experimental import gluon
@@ -39,7 +39,7 @@ WORKER_REGISTERS = gl.constexpr(24)
 
 @gluon.jit
 def narrow(x):
-    """x in bf16, two numbers an instruction; what `to` becomes where the result is used twice goes through a slow unit."""
+    """X in bf16, two numbers an instruction; what `to` becomes where the result is used twice goes through a slow unit."""
     return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=False, pack=2)
 
 
@@ -62,7 +62,7 @@ def rest(x, high):
 
 @gluon.jit
 def wide(x):
-    """x in fp32."""
+    """X in fp32."""
     if x.dtype == gl.bfloat16:
         return gl.inline_asm_elementwise(
             """{
@@ -78,7 +78,7 @@ def wide(x):
 
 @gluon.jit
 def difference(x, y):
-    """x - y in bf16."""
+    """X - y in bf16."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 c, d;
@@ -90,13 +90,13 @@ def difference(x, y):
 
 @gluon.jit
 def times(x, y):
-    """x y, here: the compiler would move the products behind a wait, where nothing hides them."""
+    """X y, here: the compiler would move the products behind a wait, where nothing hides them."""
     return gl.inline_asm_elementwise("mul.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def output(x, DTYPE: gl.constexpr):
-    """x as it is written to o."""
+    """X as it is written to o."""
     if DTYPE == gl.bfloat16:
         return narrow(x)
     else:
@@ -105,7 +105,7 @@ def output(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def operand(x):
-    """x as a left operand in bf16; it is where it must be."""
+    """X as a left operand in bf16; it is where it must be."""
     return gl.convert_layout(x, LEFT, assert_trivial=True)
 
 

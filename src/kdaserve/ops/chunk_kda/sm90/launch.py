@@ -53,23 +53,26 @@ def chain(
         dependent: launched while the kernel before it in the stream, which must be `prepare`, still runs.
     """
     B, T, HV, _ = v.shape
-    seen = tokens(v), tokens(o)
-    assert seen[0] is not None and seen[1] is not None, "v and o are copied where a tensor map cannot show them"
+    map_v, map_o = _seen(v), _seen(o)
     assert holds(len(headers)), "so many records are out of reach"
     N = len(cu_seqlens) - 1 if cu_seqlens is not None else B
     tensors = chain_tensors(records, headers, v, o, pool, cu_seqlens, others, order)
     track, slots = others[3], others[7]
-    (o_h,), (v_h,) = (strides(x, 3)[2:] for x in (o, v))
-    batch_rows = [x.stride(0) // matrix.stride if B > 1 else 0 for x, matrix in zip((v, o), seen, strict=True)]
+    v_b, o_b = (strides(x, 1)[0] // seen.stride for x, seen in ((v, map_v), (o, map_o)))
+    tiles, headers_map = Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE), Matrix(len(headers), HEADER, HEADER, (1, K.value), LINE)
     return Launch(
         chain_kernel, N * HV * (K.value // R.value), tensors,
-        (seen[1].stride, o_h, *strides(pool, 1), *strides(track, 1)), (batch_rows[0], v_h, batch_rows[1], seen[1].rows, T, HV),
-        maps=(
-            Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE), Matrix(len(headers), HEADER, HEADER, (1, K.value), LINE), *seen,
-        ),
+        (map_o.stride, strides(o, 3)[2], *strides(pool, 1), *strides(track, 1)), (v_b, strides(v, 3)[2], o_b, map_o.rows, T, HV),
+        maps=(tiles, headers_map, map_v, map_o),
         # With snapshots to look for there are no registers left for it.
         EARLY=early, TOP=top, SOON=slots is None if soon is None else soon, LOW_PART=low_part, PDL=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
+
+
+def _seen(x: Tensor) -> Matrix:
+    matrix = tokens(x)
+    assert matrix is not None, "v and o are copied where a tensor map cannot show them"
+    return matrix
 
 
 def chain_tensors(

@@ -1,0 +1,88 @@
+"""Compiles the Gluon kernels for Hopper on any machine and prints, as JSON, what the assembler says; `test_sm90_compile.py` runs it.
+
+Compiling needs a process in which triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, chain_kernel
+from kdaserve.ops.jit.launch import UNIT, Kernel
+from sm90 import HOPPER, INTEGERS, STATES, TOOLS
+
+MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
+"""Dtype, None for that of the inputs, box and layout."""
+CHAIN: dict[str, Any] = {"EARLY": True, "TOP": True, "SOON": True, "LOW_PART": "both", "PDL": True}
+
+
+def build(
+    kernel: Kernel, constants: dict[str, Any], absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT
+) -> dict:
+    """Registers, bytes of stack and of shared memory, products, and what the assembler warns of."""
+    form = kernel.forms[unit]
+    values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
+    types = {f"p_{name}": "i32" for name in (*INTEGERS, "order")} | {"p_track": "fp32", "p_pool": pool}
+    signature, aligned = {}, {}
+    for i, parameter in enumerate(form.params):
+        name = parameter.name
+        if name in values:
+            signature[name] = "constexpr"
+        elif name in kernel.maps:
+            dtype, box, layout = MAPS[name]
+            signature[name] = f"tensordesc<{dtype or inputs}{box},{layout!r}>"
+        elif name in kernel.pointers:
+            signature[name] = "*" + types.get(name, inputs)
+            if not parameter.do_not_specialize_on_alignment:
+                aligned[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = parameter.annotation_type
+    names = [parameter.name for parameter in form.params]
+    source = GluonASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    with tempfile.TemporaryDirectory() as folder:
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        ptx.write_text(compiled.asm["ptx"])
+        said = subprocess.run([TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", cubin], capture_output=True, text=True, check=True)
+        usage = subprocess.run([TOOLS / "cuobjdump", "-res-usage", cubin], capture_output=True, text=True, check=True)
+        sass = subprocess.run([TOOLS / "nvdisasm", "-c", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage.stdout + usage.stderr)
+    assert found, usage
+    return {
+        "registers": int(found[1]),
+        "stack": int(found[2]),
+        "shared": compiled.metadata.shared,
+        "scratch": compiled.metadata.global_scratch_size + compiled.metadata.profile_scratch_size,
+        "products": len(re.findall(r"\bHGMMA\.", sass)),
+        "stores": sorted(set(re.findall(r"\bSTG\.[A-Z0-9.]+", sass))),
+        "warnings": [line for line in (said.stdout + said.stderr).splitlines() if "wgmma" in line.lower()],
+    }
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "chain": {"absent": (*STATES, "p_order")},
+    "chain-late": {"absent": (*STATES, "p_order"), "EARLY": False},
+    "chain-order": {"absent": STATES},
+    "chain-one-part": {"absent": (*STATES, "p_order"), "LOW_PART": "none"},
+    "chain-16-bits": {"absent": (*STATES, "p_order"), "inputs": "fp16", "pool": "bf16"},
+    "chain-any-memory": {"absent": (*STATES, "p_order"), "unit": 1},
+    "chain-h-track": {"absent": ("p_sequence", "p_tokens", "p_slot")},
+    "chain-states": {"SOON": False},
+}
+
+if __name__ == "__main__":
+    built = {}
+    for name in sys.argv[1:] or VARIANTS:
+        options = dict(VARIANTS[name])
+        constants = CHAIN | {key: options.pop(key) for key in [*options] if key in CHAIN}
+        built[name] = build(chain_kernel, constants, **options)
+    print(json.dumps(built))
