@@ -13,8 +13,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
+from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import create_function_from_signature
 
 from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, chain_kernel
 from kdaserve.ops.jit.launch import UNIT, Kernel
@@ -68,6 +72,21 @@ def build(
     }
 
 
+def compilations(kernel: Kernel, unit: int) -> int:
+    """As in `sm90`, and for matrices of any size."""
+    form = kernel.forms[unit]
+    types = create_function_from_signature(form.signature, form.params, make_backend(HOPPER))
+    constants = [1] * (len(kernel.constants) - 1) + [unit]
+    found = set()
+    for number in (0, 1, 3, 8, 16, 2**33):
+        for offset in (0,) if unit > 1 else (0, 1):
+            shape, base = max(number, 1), torch.zeros(64, dtype=torch.bfloat16)
+            maps = [TensorDescriptor(base, [shape, shape], [8 * shape, 1], box, layout) for _, box, layout in MAPS.values()]
+            pointers = [torch.zeros(16)[offset if p.do_not_specialize_on_alignment else 0 :] for p in form.params if p.name in kernel.pointers]
+            found.add(str(types(*maps, *pointers, *[number] * len(kernel.numbers), *constants)[1]))
+    return len(found)
+
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "chain": {"absent": (*STATES, "p_order")},
     "chain-late": {"absent": (*STATES, "p_order"), "EARLY": False},
@@ -85,4 +104,5 @@ if __name__ == "__main__":
         options = dict(VARIANTS[name])
         constants = CHAIN | {key: options.pop(key) for key in [*options] if key in CHAIN}
         built[name] = build(chain_kernel, constants, **options)
-    print(json.dumps(built))
+    counts = {f"{chain_kernel.name}, UNIT {unit}": compilations(chain_kernel, unit) for unit in chain_kernel.forms}
+    print(json.dumps({"variants": built, "compilations": counts}))

@@ -22,12 +22,22 @@ every = pytest.mark.parametrize("name", NAMES)
 
 
 @pytest.fixture(scope="session")
-def built() -> dict[str, dict[str, Any]]:
+def report() -> dict[str, Any]:
     """What `gluon_sm90.py` prints. Another process, because in this one triton may interpret."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="session")
+def built(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By variant."""
+    return report["variants"]
+
+
+def test_nothing_compiles_again_for_another_number_size_or_alignment(report: dict[str, Any]):
+    assert set(report["compilations"].values()) == {1}, report["compilations"]
 
 
 def test_every_variant_has_a_name(built: dict[str, dict[str, Any]]):
