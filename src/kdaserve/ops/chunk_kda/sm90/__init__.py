@@ -14,6 +14,7 @@ from kdaserve.ops.chunk_kda import triton as portable
 from kdaserve.ops.chunk_kda.sm90.chain import RECORD, K, R, chain_kernel
 from kdaserve.ops.chunk_kda.sm90.launch import HEADER, chain, chain_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
+from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.config import processor
 from kdaserve.ops.forms import Form, in_any_memory
 from kdaserve.ops.jit import prefill
@@ -63,14 +64,15 @@ class Launches:
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, workspace)
-        bounded, side_by_side = portable.bounded(call), PROGRAMS * processor(o.device)[0]
+        at_a_time = PROGRAMS * processor(o.device)[0]
         self._prepare = Launch(
             prepare_kernel, records, [*pointers, order], (*[stride for x in pointers[:3] for stride in strides(x, 3)], *strides(o, 3)[1:]),
-            (*strides(call.beta, 3), N, T, H, HV, side_by_side if records > side_by_side else 0),
-            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARKED=not bounded, ROLLED=False, PDL=bounded,
-            num_warps=4, maxnreg=REGISTERS,
+            (*strides(call.beta, 3), N, T, H, HV, at_a_time if records > at_a_time else 0),
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARK=not portable.bounded(call), ROLLED=False,
+            PDL=True, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
-        self._prepare_wide = None if bounded else portable.prepare(call, o, pointers, "only")
+        operands = config.operands(torch.bfloat16, call.use_qk_l2norm_in_kernel)
+        self._prepare_wide = None if portable.bounded(call) else portable.prepare(call, o, pointers, "only", operands)
         header, tiles = workspace
         others = self._others(call, h, snapshots)
         self._chain = chain(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order=order)

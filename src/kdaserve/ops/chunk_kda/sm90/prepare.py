@@ -21,15 +21,12 @@ Keys are expected to be normed, or to be no longer than that: E7 rounds A and M 
 """
 # ruff: noqa: RUF005 (kernels add tuples: their compiler does not unpack them)
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
 from kdaserve.ops.jit import math
-from kdaserve.ops.jit.launch import Kernel
+from kdaserve.ops.jit.launch import kernel
 
 LOG2_E = math.LOG2_E
 L2_EPS = math.L2_EPS
@@ -652,26 +649,14 @@ def prefetch_ahead(p_q, p_k, p_g, q_t, k_t, g_t, left):
     )  # fmt: skip
 
 
-class GluonKernel(Kernel):
-    """A `Kernel` written in Gluon."""
-
-    def _jit(self, function: Any, aligned: Iterable[str]) -> Any:
-        free = [name for name in self.pointers if name not in aligned]
-        return gluon.jit(function, do_not_specialize=self.numbers, do_not_specialize_on_alignment=free)
-
-
-def gluon_kernel(*vectors: str, own: Sequence[str] = ()) -> Callable[[Callable], Kernel]:
-    """As `kernel`, for Gluon."""
-    return lambda function: GluonKernel(function, vectors, own)
-
-
-@gluon_kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_header", "p_tiles"])
+@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_header", "p_tiles"], jit=gluon.jit)
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
     o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, ahead: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
 

@@ -68,10 +68,9 @@ def prepare_pointers(call: PrefillCall, o: Tensor, workspace: list[Tensor]) -> l
     return [q, k, g, call.beta, dense(call.A_log), dense(call.dt_bias), dense(call.cu_seqlens), o, *workspace]
 
 
-def prepare(call: PrefillCall, o: Tensor, pointers: list[Tensor | None], wide: str) -> Launch:
+def prepare(call: PrefillCall, o: Tensor, pointers: list[Tensor | None], wide: str, form: config.Operands) -> Launch:
     """The launch of `prepare` for calls of this layout."""
     N, T, H, HV, K, V = (call.sizes[s] for s in ("N", "T", "H", "HV", "K", "V"))
-    form = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
     kernel = config.PREPARE_WIDE if wide == "only" else config.PREPARE
     qkg = [stride for x in pointers[:3] for stride in strides(x, 3)]
     return Launch(
@@ -93,7 +92,7 @@ class Launches:
         self._workspace = [((records, header(BK)), torch.float32), ((records, tiles(BK)), form.dtype)]
         nothing = [o.new_empty(0, dtype=dtype) for _, dtype in self._workspace]
         pointers = prepare_pointers(call, o, nothing)
-        self._prepares = [prepare(call, o, pointers, wide) for wide in (("never",) if bounded(call) else ("marked", "only")) if records]
+        self._prepares = [prepare(call, o, pointers, wide, form) for wide in (("never",) if bounded(call) else ("marked", "only")) if records]
         chain = _chain(call, N)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), self._chain_pointers(call, o, h, snapshots, nothing),
