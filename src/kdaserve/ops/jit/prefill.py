@@ -45,7 +45,7 @@ def run(
 
 
 def state_pointers(call: PrefillCall, h: Tensor | None, snapshots: Snapshots) -> list[Tensor | None]:
-    """What the pointers to states handed out stand for: h and its offsets, `track_state` and its chunks, sequence, tokens and slot of the snapshots."""
+    """What pointers to states handed out stand for: h, its offsets, `track_state`, its chunks; sequence, tokens and slot of the snapshots."""
     offsets = None if h is None else call.host_plan().chunk_offsets
     return [h, offsets, call.track_state, dense(call.track_chunk_idx), *(snapshots or (None, None, None))]
 
