@@ -50,10 +50,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     groups: dict[tuple, list[pytest.Item]] = defaultdict(list)
     for item in items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
-        if dispatch.INTERPRETED and Target("triton", "cpu") in [value for value in parameters.values() if isinstance(value, Target)]:
-            groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op")].append(item)
+        interpreted = [value for value in parameters.values() if isinstance(value, Target) and value.interpreted]
+        if interpreted:
+            groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op"), *interpreted].append(item)
     taken_out: set[pytest.Item] = set()
-    for (_, op), group in groups.items():
+    for (_, op, *_), group in groups.items():
         short = [item for item in group if not is_long(item)]
         count = PARAMETERS_INTERPRETED[op]
         kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
@@ -102,14 +103,15 @@ TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     **{("reference", dtype): Tolerance(1e-12, 1e-10, 1e-6) for dtype in (*LOW, torch.float64)},
     **{("torch", dtype): FP32 for dtype in LOW},
     **{("triton", dtype): FP32 for dtype in LOW},
+    **{("helion", dtype): FP32 for dtype in LOW},
     ("torch", torch.float64): Tolerance(1e-12, 1e-10, 1e-6),
 }
 """By backend and dtype of the inputs."""
 
 ROUNDED_PRODUCTS: dict[tuple[str, str, torch.dtype], Tolerance] = {
     # Operands have 8 and 11 bits: 3.7e-3 and 1.9e-3 on usual inputs, up to 9e-3 in bf16 where the output of one token is a small difference.
-    ("triton", "cuda", torch.bfloat16): Tolerance(1e-2, 2e-2, 1e-2),
-    ("triton", "cuda", torch.float16): Tolerance(4e-3, 1e-2, 4e-3),
+    **{(backend, "cuda", torch.bfloat16): Tolerance(1e-2, 2e-2, 1e-2) for backend in ("triton", "helion")},
+    **{(backend, "cuda", torch.float16): Tolerance(4e-3, 1e-2, 4e-3) for backend in ("triton", "helion")},
 }
 """By backend, device and dtype of the inputs, in place of the row above: of `chunk_kda` where the matrix units round what they multiply."""
 
@@ -129,6 +131,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.device}"
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs its kernels."""
+        return dispatch.INTERPRETED and next(b.in_triton for b in dispatch.BACKENDS if b.name == self.backend)
 
     def run(self, op: str, call: Call, **changes: Any) -> Any:
         """The result of an op on this backend."""

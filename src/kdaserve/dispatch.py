@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -87,6 +88,21 @@ def _triton_unavailable() -> str | None:
     return None
 
 
+@functools.cache
+def _helion_unavailable() -> str | None:
+    if importlib.util.find_spec("helion") is None:
+        return "helion is not installed: pip install 'kdaserve[helion]'"
+    reason = _triton_unavailable()
+    if reason is not None:
+        return reason
+    try:
+        importlib.import_module("helion")
+    except Exception as cause:
+        installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("helion", "torch", "triton"))
+        return f"{installed} do not work together: {type(cause).__name__}: {cause}"
+    return None
+
+
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="triton",
@@ -97,6 +113,17 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
         unavailable=_triton_unavailable,
+        in_triton=True,
+    ),
+    Backend(
+        name="helion",
+        role="the kernels of `triton` in Helion, PyTorch-like; to read and to retune",
+        module="kdaserve.ops.{op}.helion",
+        automatic=(),
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        gradients=False,
+        unavailable=_helion_unavailable,
         in_triton=True,
     ),
     Backend(

@@ -99,7 +99,7 @@ class Launch:
                 unit = 1
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
         compiled = self._compiled.get(unit) or self._find(unit)
-        if compiled is None or _profiled():
+        if compiled is None or profiled():
             return self._launch(tensors, arguments, unit)
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(self._programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *pointers, *arguments)
@@ -111,12 +111,12 @@ class Launch:
         return compiled
 
     def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
-        with ONE_AT_A_TIME, _quiet():
+        with ONE_AT_A_TIME, quiet():
             compiled = self._kernel.forms[unit][(self._programs,)](*tensors, *arguments, **self._options)
         self._kernel.compiled[self._keys[unit]] = compiled if DIRECT else None
 
 
-def _quiet() -> contextlib.AbstractContextManager:
+def quiet() -> contextlib.AbstractContextManager:
     """The interpreter computes in numpy, which warns of what a GPU does without a word: infinities where a kernel masks them."""
     if not INTERPRETED:
         return contextlib.nullcontext()
@@ -125,7 +125,8 @@ def _quiet() -> contextlib.AbstractContextManager:
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def _profiled() -> bool:
+def profiled() -> bool:
+    """Whether a profiler wants to hear of launches."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 
