@@ -37,7 +37,8 @@ def pytest_configure() -> None:
 
 
 PARAMETERS_INTERPRETED = {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2}
-"""How many sets of parameters of a test Triton's interpreter runs, by op: it takes seconds for what a GPU, where all run, does in microseconds."""
+"""How many sets of parameters of a test Triton's interpreter runs of `triton`, by op: it takes seconds for what a GPU, where all run, does in microseconds.
+Of `helion` it runs one, since Helion takes seconds more to generate what is interpreted."""
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -52,11 +53,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         interpreted = [value for value in parameters.values() if isinstance(value, Target) and value.interpreted]
         if interpreted:
-            groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op"), *interpreted].append(item)
+            groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op"), interpreted[0]].append(item)
     taken_out: set[pytest.Item] = set()
-    for (_, op, *_), group in groups.items():
+    for (_, op, target), group in groups.items():
         short = [item for item in group if not is_long(item)]
-        count = PARAMETERS_INTERPRETED[op]
+        count = 1 if target.backend == "helion" else PARAMETERS_INTERPRETED[op]
         kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
         taken_out |= set(group) - kept
     config.hook.pytest_deselected(items=list(taken_out))

@@ -11,11 +11,13 @@ whose addresses and strides vector loads can use, and one for any memory, where 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import helion
@@ -24,13 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kdaserve.errors import error
 from kdaserve.memory import extent
+from kdaserve.ops.helion import source, tuned
 from kdaserve.ops.jit.launch import DIRECT, INTERPRETED, ONE_AT_A_TIME, profiled, quiet, strides
 
 ALIGNED = 16
 """What strides, in elements, and addresses, in bytes, are multiples of in the form with vector loads."""
 SIZES = (2, 3, 5, 7)
 """Dimensions of a stand-in."""
+GENERATING = threading.Lock()
 
 
 class Whole(int):
@@ -47,7 +52,7 @@ class Variant:
 
     Attributes:
         constants: by name, those of the kernel in their order.
-        config: fields of a `helion.Config`.
+        config: fields of a `helion.Config`, where none is kept in a file (`tuned`).
         precision: of products of fp32 operands, as Helion's `dot_precision` names it.
     """
 
@@ -73,33 +78,32 @@ class Kernel:
     that of the rows of a tensor `x` that comes flat. The last dimension of `vectors`, `own` and of all one-dimensional tensors is contiguous.
     """
 
-    def __init__(self, function: Callable, vectors: Sequence[str], own: Sequence[str]) -> None:
+    def __init__(self, function: Callable, vectors: Sequence[str], own: Sequence[str], fixed: Mapping[str, Any]) -> None:
         parameters = inspect.signature(function).parameters
-        self.name, self.vectors, self.own = function.__name__, tuple(vectors), tuple(own)
+        self.name, self.vectors, self.own, self.fixed = function.__name__, tuple(vectors), tuple(own), fixed
         self.constants = [name for name, p in parameters.items() if "constexpr" in str(p.annotation)]
         self.arguments = [name for name in parameters if name not in self.constants]
         assert [*parameters] == [*self.arguments, *self.constants], f"order of the parameters of {self.name}"
         self._function = function
-        self._helion: dict[str, Any] = {}
         self._generated: dict[tuple, Generated] = {}
         self.compiled: dict[tuple, Any] = {}
         """By what was generated, form and device, what has been launched; None where Triton's own launch stays in use."""
 
-    def helion(self, precision: str) -> Any:
-        """The kernel as Helion knows it."""
-        if precision not in self._helion:
-            settings = {"static_shapes": False, "index_dtype": torch.int64, "ref_mode": helion.RefMode.OFF}
-            self._helion[precision] = helion.kernel(self._function, dot_precision=precision, **settings)
-        return self._helion[precision]
+    def helion(self, precision: str, **settings: Any) -> Any:
+        """The kernel as Helion knows it; `settings` are Helion's."""
+        settings |= {"static_shapes": False, "index_dtype": torch.int64, "ref_mode": helion.RefMode.OFF}
+        return helion.kernel(self._function, dot_precision=precision, **settings)
 
     def generate(self, arguments: Mapping[str, Any], variant: Variant) -> Generated:
         """The Triton kernel for such arguments, whatever their sizes."""
         assert [*variant.constants] == self.constants, f"constants of {self.name}"
-        dtypes = tuple(x.dtype if isinstance(x, Tensor) else isinstance(x, float) for x in arguments.values())
-        key = dtypes, tuple(variant.constants.values()), repr(sorted(variant.config.items())), variant.precision
-        if key not in self._generated:
-            stand_ins = [self._stand_in(name, x, i) for i, (name, x) in enumerate(arguments.items())]
-            self._generated[key] = Generated(self, key, stand_ins, variant)
+        device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
+        dtypes = tuple(x.dtype if isinstance(x, Tensor) else None if x is None else type(x).__mro__[-2] for x in arguments.values())
+        key = device, dtypes, tuple(variant.constants.values()), repr(sorted(variant.config.items())), variant.precision
+        with GENERATING:
+            if key not in self._generated:
+                with _plain_surroundings(device):
+                    self._generated[key] = Generated(self, key, arguments, variant)
         return self._generated[key]
 
     def strides(self, name: str, x: Tensor) -> tuple[int, ...]:
@@ -109,35 +113,42 @@ class Kernel:
 
     def constant_strides(self, name: str, dims: int) -> list[str]:
         """The strides of a tensor that are constants of the generated kernel, as Helion names them."""
-        dense = range(dims) if name in self.own else range(dims - 1, dims) if dims == 1 or name in self.vectors else ()
-        return [f"{name}_stride_{dim}" for dim in dense]
-
-    def _stand_in(self, name: str, x: Any, i: int) -> Any:
-        """An argument to generate from: no dimension has one element, no number is 0 or 1."""
-        if isinstance(x, Tensor):
-            return torch.empty((2, *x.shape[1:]) if name in self.own else SIZES[: x.ndim], dtype=x.dtype, device=x.device)
-        return None if x is None else 0.5 + i if isinstance(x, float) else 11 + i
+        return [f"{name}_stride_{dims - 1}"] if dims == 1 or name in (*self.own, *self.vectors) else []
 
 
-def kernel(*vectors: str, own: Sequence[str] = ()) -> Callable[[Callable], Kernel]:
+def kernel(*vectors: str, own: Sequence[str] = (), **fixed: Any) -> Callable[[Callable], Kernel]:
     """Decorator that makes a `Kernel`.
 
     Args:
         vectors: the tensors that are read or written several elements at once.
-        own: tensors that the library allocates: they start at multiples of 16 bytes, and their shape follows from the constants but for the first
-            dimension.
+        own: flat tensors that the library allocates, which start at multiples of 16 bytes.
+        fixed: fields of a `helion.Config` that tuning must leave alone.
     """
-    return lambda function: Kernel(function, vectors, own)
+    return lambda function: Kernel(function, vectors, own, fixed)
 
 
 class Generated:
     """A Triton kernel that Helion generated, and Helion's host code for it."""
 
-    def __init__(self, kernel: Kernel, key: tuple, stand_ins: Sequence[Any], variant: Variant) -> None:
-        self.kernel, self.key = kernel, key
-        self._constants = tuple(variant.constants.values())
-        self.bound = kernel.helion(variant.precision).bind((*stand_ins, *self._constants))
-        self._host = self.bound.compile_config(helion.Config(**variant.config), allow_print=False)
+    def __init__(self, kernel: Kernel, key: tuple, arguments: Mapping[str, Any], variant: Variant) -> None:
+        self.kernel, self.key, self.variant = kernel, key, variant
+        device, dtypes = key[:2]
+        self.identity = tuned.identity(kernel.name, device, dtypes, variant.constants)
+        kept = tuned.find(self.identity)
+        config = variant.config if kept is None else kept
+        stand_ins = [_stand_in(x, i) for i, x in enumerate(arguments.values())]
+
+        def code() -> str:
+            bound = kernel.helion(variant.precision).bind((*stand_ins, *variant.constants.values()))
+            return bound.to_triton_code(helion.Config(**config))
+
+        facts = self.identity, device.type, sorted(config.items()), variant.precision
+        try:
+            self._host = source.load(kernel.name, facts, code)
+        except helion.exc.InvalidConfig as cause:
+            if kept is None:
+                raise
+            raise error("KDA401", path=tuned.path(), problem=f"the config of {kernel.name} does not fit: {cause}") from cause
         self._jits: dict[bool, Any] = {}
         if INTERPRETED:  # it has no libdevice
             self._host.__globals__["libdevice"] = tl.math
@@ -149,7 +160,7 @@ class Generated:
         def launcher(jit: Any, grid: tuple[int, ...], *values: Any, **options: Any) -> None:
             found.append(Asked(jit, math.prod(grid), values, options))
 
-        self._host(*arguments, *self._constants, _launcher=launcher)
+        self._host(*arguments, *self.variant.constants.values(), _launcher=launcher)
         (asked,) = found
         return asked
 
@@ -160,10 +171,10 @@ class Generated:
         if aligned not in self._jits:
             values = dict(zip(asked.jit.arg_names, asked.values, strict=True))
             function = asked.jit.fn
-            blocks = [name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)]
             tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
             constant = [stride for name, x in tensors.items() for stride in self.kernel.constant_strides(name, x.ndim)]
-            whole = [name for name, value in values.items() if isinstance(value, int) and name not in (*constant, *blocks)]
+            constant += [name for name, kind in function.__annotations__.items() if "constexpr" in str(kind)]
+            whole = [name for name, value in values.items() if isinstance(value, int) and name not in constant]
             vectors = self.kernel.vectors if aligned else ()
             function.__annotations__ |= dict.fromkeys(whole, tl.int64) | dict.fromkeys(constant, tl.constexpr)
             self._jits[aligned] = triton.jit(
@@ -181,9 +192,10 @@ class Launch:
         """`tensors` by parameter, `numbers` likewise; those named in `later` come with each call."""
         views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
         given = {name: (Whole if isinstance(x, int) else Real)(x) if name in later else x for name, x in numbers.items()}
-        arguments = {name: views[name] if name in views else given[name] for name in kernel.arguments}
-        self._generated = kernel.generate(arguments, variant)
-        self._asked = asked = self._generated.ask(tuple(arguments.values()))
+        self.arguments = {name: views[name] if name in views else given[name] for name in kernel.arguments}
+        self.later = tuple(later)
+        self.generated = kernel.generate(self.arguments, variant)
+        self.asked = asked = self.generated.ask(tuple(self.arguments.values()))
         pool = [*views.values(), *(given[name] for name in later)]
         places = []
         for value in asked.values:
@@ -195,12 +207,12 @@ class Launch:
         self._pick = operator.itemgetter(*places)
         assert all(len(views) + i in places for i, name in enumerate(later) if name in asked.jit.arg_names), f"numbers of {kernel.name}"
         rows = [stride for name in kernel.vectors if (x := views.get(name)) is not None for stride in x.stride()[:-1]]
-        rows += [numbers.get(f"{name}_stride", 0) for name in kernel.vectors]
+        rows += [int(numbers.get(f"{name}_stride", 0)) for name in kernel.vectors]
         self._aligned = all(stride % ALIGNED == 0 for stride in rows)
         self._vectors = [i for i, name in enumerate(views) if name in kernel.vectors]
         device = next(x.device for x in tensors.values() if x is not None)
         self._device = device.index if device.type == "cuda" else None
-        self._keys = {aligned: (device, self._generated.key, aligned) for aligned in (True, False)}
+        self._keys = {aligned: (self.generated.key, aligned) for aligned in (True, False)}
         self._compiled: dict[bool, Any] = {}
 
     def __call__(self, tensors: Sequence[Tensor | None], *numbers: float) -> None:
@@ -211,27 +223,46 @@ class Launch:
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = self._aligned and not any(pointers[i] % ALIGNED for i in self._vectors)
         compiled = self._compiled.get(aligned) or self._find(aligned)
-        if not self._asked.programs:
+        if not self.asked.programs:
             return None
         if compiled is None or profiled():
             return self._launch(tensors, numbers, aligned)
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         values = self._pick((*pointers, *numbers, *self._fixed))
-        compiled.run(self._asked.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
+        compiled.run(self.asked.programs, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *values)
         return None
 
     def _find(self, aligned: bool) -> Any:
         """The compiled form, if some layout with these dtypes and constants has launched it before."""
-        compiled = self._compiled[aligned] = self._generated.kernel.compiled.get(self._keys[aligned])
+        compiled = self._compiled[aligned] = self.generated.kernel.compiled.get(self._keys[aligned])
         return compiled
 
     def _launch(self, tensors: Sequence[Tensor | None], numbers: Sequence[float], aligned: bool) -> None:
-        jit = self._generated.jit(self._asked, aligned)
+        jit = self.generated.jit(self.asked, aligned)
         with ONE_AT_A_TIME, quiet():
-            compiled = jit[(self._asked.programs,)](*self._pick((*tensors, *numbers, *self._fixed)), **self._asked.options)
-        self._generated.kernel.compiled[self._keys[aligned]] = compiled if DIRECT else None
+            compiled = jit[(self.asked.programs,)](*self._pick((*tensors, *numbers, *self._fixed)), **self.asked.options)
+        self.generated.kernel.compiled[self._keys[aligned]] = compiled if DIRECT else None
 
 
 def flat(pool: Tensor | None) -> Tensor | None:
     """A view of all elements from the first slot's first to the last slot's last, for kernels that work out 64-bit offsets themselves."""
-    return None if pool is None else pool.as_strided((max(extent(pool) // pool.element_size(), 1),), (1,))
+    return None if pool is None else pool.as_strided((extent(pool) // pool.element_size() if pool.numel() else 0,), (1,))
+
+
+def _stand_in(x: Any, i: int) -> Any:
+    """An argument to generate from: no dimension has one element, no number is 0 or 1."""
+    if isinstance(x, Tensor):
+        return torch.empty(SIZES[: x.ndim], dtype=x.dtype, device=x.device)
+    return None if x is None else 0.5 + i if isinstance(x, float) else 11 + i
+
+
+@contextlib.contextmanager
+def _plain_surroundings(device: torch.device) -> Iterator[None]:
+    """Helion traces kernels by running them; modes and defaults of the caller's PyTorch must not show in the code."""
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device(device), torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -13,7 +13,7 @@ from kdaserve.ops.helion.math import log2_decay, sigmoid, token
 from kdaserve.ops.jit.launch import dense, gate_name, padded, rows_of_state, strides
 
 
-@kernel("mixed_qkv", "a", "dt_bias", "pool")
+@kernel("mixed_qkv", "a", "dt_bias", "pool", num_warps=1)
 def packed_decode_kda_kernel(
     mixed_qkv, a, b, A_log, dt_bias, pool, out, index, B: int, pool_stride: int, scale: float, lower_bound: float,
     H: hl.constexpr, HV: hl.constexpr, K: hl.constexpr, V: hl.constexpr, BK: hl.constexpr, BV: hl.constexpr, GATE: hl.constexpr,

@@ -22,7 +22,7 @@ PADDING = 16
 """Padding rows zeroed at once."""
 
 
-@kernel("q", "k", "g", "dt_bias", "pool", "track", own=["h"])
+@kernel("q", "k", "g", "dt_bias", "pool", "track", own=["h"], num_warps=1)
 def recurrent_kda_kernel(
     q, k, v, g, beta, A_log, dt_bias, pool, index, cu_seqlens, out, h, chunk_offsets, track, track_chunk, sequence, tokens, slots,
     N: int, T: int, pool_stride: int, track_stride: int, M: int, scale: float, lower_bound: float,
@@ -100,8 +100,8 @@ def recurrent_kda_kernel(
                 S, b_o = token(S, b_q, b_k, b_v, b_g, b_beta, scale, L2NORM, True)
                 hl.store(out, [i_b, t, i_h, o_v], b_o.to(out.dtype), extra_mask=m_v)
         if slots is not None:
-            for i_m in hl.grid((M + ENTRIES - 1) // ENTRIES):
-                o_m = i_m * ENTRIES + hl.arange(ENTRIES)
+            for i_e in hl.grid((M + ENTRIES - 1) // ENTRIES):
+                o_m = i_e * ENTRIES + hl.arange(ENTRIES)
                 at, to = saved(sequence, tokens, slots, o_m, M, i_n)
                 to = torch.where(at == chunks, to, -1)
                 place = torch.amax(to, 0)

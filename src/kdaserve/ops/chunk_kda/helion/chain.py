@@ -90,8 +90,8 @@ def chain_kernel(
                 b_o = b_o.T
             hl.store(o, [i_b, o_t, i_h, o_v], b_o.to(o.dtype), extra_mask=m_o)
         if slots is not None:
-            for i_m in hl.grid((M + ENTRIES - 1) // ENTRIES):
-                o_m = i_m * ENTRIES + hl.arange(ENTRIES)
+            for i_e in hl.grid((M + ENTRIES - 1) // ENTRIES):
+                o_m = i_e * ENTRIES + hl.arange(ENTRIES)
                 at, to = saved(sequence, tokens, slots, o_m, M, i_n)
                 to = torch.where(at == chunks, to, -1)
                 place = torch.amax(to, 0)

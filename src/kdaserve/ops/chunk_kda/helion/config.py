@@ -51,7 +51,7 @@ class Prepare:
 
 
 PREPARE = Prepare(16, 2, 3)
-PREPARE_WIDE = Prepare(64, 4, 1)
+PREPARE_WIDE = Prepare(32, 4, 1)
 """For the few chunks whose decay is too wide: few programs, so the time of one counts."""
 
 
