@@ -36,6 +36,8 @@ ALIGNED = 16
 SIZES = (2, 3, 5, 7)
 """Dimensions of a stand-in."""
 GENERATING = threading.Lock()
+OBSERVERS: list[Callable[[Launch, Sequence[Tensor | None], Sequence[float]], None]] = []
+"""Told of every launch: itself, its tensors and its numbers."""
 
 
 class Whole(int):
@@ -135,7 +137,7 @@ class Generated:
         device, dtypes = key[:2]
         self.identity = tuned.identity(kernel.name, device, dtypes, variant.constants)
         kept = tuned.find(self.identity)
-        config = variant.config if kept is None else kept
+        self.config = config = dict(variant.config if kept is None else kept)
         stand_ins = [_stand_in(x, i) for i, x in enumerate(arguments.values())]
 
         def code() -> str:
@@ -190,7 +192,7 @@ class Launch:
 
     def __init__(self, kernel: Kernel, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, float], later: Sequence[str], variant: Variant) -> None:
         """`tensors` by parameter, `numbers` likewise; those named in `later` come with each call."""
-        views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
+        self.views = views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
         given = {name: (Whole if isinstance(x, int) else Real)(x) if name in later else x for name, x in numbers.items()}
         self.arguments = {name: views[name] if name in views else given[name] for name in kernel.arguments}
         self.later = tuple(later)
@@ -220,6 +222,8 @@ class Launch:
         if self._device is not None and self._device != torch.cuda.current_device():
             with torch.cuda.device(self._device):
                 return self(tensors, *numbers)
+        for observer in OBSERVERS:
+            observer(self, tensors, numbers)
         pointers = [0 if x is None else x.data_ptr() for x in tensors]
         aligned = self._aligned and not any(pointers[i] % ALIGNED for i in self._vectors)
         compiled = self._compiled.get(aligned) or self._find(aligned)

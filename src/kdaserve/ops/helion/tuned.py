@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from kdaserve import guards
 from kdaserve.errors import dtype_name, error
 
 VARIABLE = "KDASERVE_HELION_CONFIGS"
-FIELDS = ("kernel", "gpu", "dtypes", "constants", "config", "evidence")
 
 
 def path() -> Path:
@@ -53,14 +53,8 @@ def read(file: Path) -> list[dict[str, Any]]:
         entries = json.loads(file.read_text())
     except (OSError, ValueError) as cause:
         raise error("KDA401", path=file, problem=f"{type(cause).__name__}: {cause}") from cause
-    if not isinstance(entries, list):
-        raise error("KDA401", path=file, problem="it holds no list of entries")
-    for i, entry in enumerate(entries):
-        missing = [name for name in FIELDS if not isinstance(entry, dict) or name not in entry]
-        if missing:
-            raise error("KDA401", path=file, problem=f"entry {i} has no {', '.join(missing)}")
-        if not isinstance(entry["config"], dict):
-            raise error("KDA401", path=file, problem=f"the config of entry {i} is no object")
+    if not guards.configurations_fit(entries):
+        raise error("KDA401", path=file, problem=f"it is no list of objects with {', '.join(guards.CONFIGURATION)}")
     return entries
 
 
