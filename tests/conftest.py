@@ -36,9 +36,16 @@ def pytest_configure() -> None:
     _round_in_the_interpreter()
 
 
-PARAMETERS_INTERPRETED = {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2}
-"""How many sets of parameters of a test Triton's interpreter runs of `triton`, by op: it takes seconds for what a GPU, where all run, does in microseconds.
-Of `helion` it runs one, since Helion takes seconds more to generate what is interpreted."""
+PARAMETERS_INTERPRETED = {
+    "triton": {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2},
+    "helion": {"chunk_kda": 1, "recurrent_kda": 0, "packed_decode_kda": 2, None: 1},
+}
+"""How many sets of parameters of a test Triton's interpreter runs, by backend and op: it takes seconds for what a GPU, where all run, does in
+microseconds, and Helion takes seconds more to generate what is interpreted."""
+CONTRACT = ("test_prefill_semantics.py", "test_warmup.py")
+"""Files of which the interpreter runs one set of parameters of every test, with every op."""
+ENTIRE = "test_helion.py"
+"""All of it is run."""
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -52,12 +59,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         interpreted = [value for value in parameters.values() if isinstance(value, Target) and value.interpreted]
-        if interpreted:
+        if interpreted and item.path.name != ENTIRE:
             groups[item.nodeid.split("[")[0], parameters.get("op") or parameters.get("every_op"), interpreted[0]].append(item)
     taken_out: set[pytest.Item] = set()
     for (_, op, target), group in groups.items():
         short = [item for item in group if not is_long(item)]
-        count = 1 if target.backend == "helion" else PARAMETERS_INTERPRETED[op]
+        count = PARAMETERS_INTERPRETED[target.backend][op] or int(group[0].path.name in CONTRACT)
         kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
         taken_out |= set(group) - kept
     config.hook.pytest_deselected(items=list(taken_out))

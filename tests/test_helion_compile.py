@@ -28,7 +28,7 @@ STACK = {
     "prepare-only": 640,
     "chain-16": 0,
     "chain-32": 0,
-    "chain-64": 40,
+    "chain-64": 16,
     "chain-16-any-memory": 0,
     "chain-16-states": 0,
     "chain-32-states": 40,

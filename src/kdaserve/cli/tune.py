@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -48,7 +48,14 @@ def helion(
     for option, value, known in (("--op", op, OPS), ("--dtype", dtype, DTYPES), ("--pool-dtype", pool_dtype, DTYPES), ("--effort", effort, EFFORTS)):
         if value not in known:
             raise typer.BadParameter(f"{value!r} is none of {', '.join(known)}", param_hint=option)
-    shape = {"heads": heads, "v_heads": v_heads, "k_dim": k_dim, "v_dim": v_dim, "dtype": DTYPES[dtype], "pool_dtype": DTYPES[pool_dtype]}
+    shape: dict[str, Any] = {
+        "heads": heads,
+        "v_heads": v_heads,
+        "k_dim": k_dim,
+        "v_dim": v_dim,
+        "dtype": DTYPES[dtype],
+        "pool_dtype": DTYPES[pool_dtype],
+    }
     file = save or tuned.path()
     try:
         reason = next(b for b in dispatch.BACKENDS if b.name == "helion").unavailable()
@@ -61,7 +68,7 @@ def helion(
                 call = decode_inputs(batch, lower_bound=-5.0 if lower_bound else None, device=device, **shape)
             else:
                 tokens = [int(length) for length in lengths.split(",")]
-                gate = "bounded" if lower_bound else "softplus"
+                gate: Literal["bounded", "softplus"] = "bounded" if lower_bound else "softplus"
                 call = {**prefill_inputs(tokens, gate=gate, beta_is_raw=True, device=device, **shape), "use_qk_l2norm_in_kernel": True}
             found = search(lambda: OPS[op](**call, backend="helion"), effort, seconds, typer.echo)
         tuned.keep(file, found)

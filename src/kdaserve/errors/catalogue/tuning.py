@@ -19,26 +19,28 @@ damaged or of another format. It is not passed over, because whoever tuned would
             "A newer Helion does not know a field of a configuration, or asks for another length of a list.",
         ),
         solutions=(
-            "Read the problem in the message; mend the entry, or delete it: a kernel without an entry uses the configuration shipped with the library.",
+            "Read the problem in the message; mend the entry, or delete it: a kernel without an entry uses the shipped configuration.",
             "Tune again on this machine: `kdaserve tune helion --help` lists the options.",
             "Set KDASERVE_HELION_CONFIGS to a file that does not exist to run with the shipped configurations alone.",
         ),
         before="""\
 import json
+import tempfile
 from pathlib import Path
 
 from kdaserve.ops.helion import tuned
 
-path = Path("helion.json")
+path = Path(tempfile.mkdtemp(), "helion.json")
 path.write_text(json.dumps({"num_warps": 4}))  # a configuration alone, without what it is for
 tuned.read(path)""",
         after="""\
 import json
+import tempfile
 from pathlib import Path
 
 from kdaserve.ops.helion import tuned
 
-path = Path("tuned.json")
+path = Path(tempfile.mkdtemp(), "helion.json")
 what = {"kernel": "chain_kernel", "gpu": "NVIDIA H200", "dtypes": ["bfloat16"], "constants": {"K": 128}}
 path.write_text(json.dumps([{**what, "config": {"num_warps": 4}, "evidence": {"milliseconds": 0.3}}]))
 tuned.read(path)""",

@@ -1,9 +1,9 @@
 """How Helion kernels are generated and launched: sizes never specialise a kernel, and little time is spent on the host.
 
-Left to itself Helion binds a kernel to the first arguments it sees: a dimension of one element becomes a constant, and every call is looked up by
-the shapes and strides of all arguments. Here a kernel is generated once for dtypes, constants and configuration, from stand-ins whose
-dimensions all have several elements, so that every size and stride stays a number that the kernel is told. What Helion generates, a Triton kernel and a
-function that works out its grid and arguments, is asked once a layout; after that a call is a single launch.
+Left to itself Helion binds a kernel to the first arguments it sees: a dimension of one element becomes a constant, and every call is looked up by the
+shapes and strides of all arguments. Here a kernel is generated once for dtypes, constants and configuration, from stand-ins whose dimensions all have
+several elements, so that every size and stride stays a number that the kernel is told. What Helion generates, a Triton kernel and a function that
+works out its grid and arguments, is asked once a layout; after that a call is a single launch.
 
 Triton would in turn compile a kernel anew when a number is 1 or becomes divisible by 16. A generated kernel has two forms instead: one for tensors
 whose addresses and strides vector loads can use, and one for any memory, where nothing is assumed but of memory that the library allocates.
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kdaserve.errors import error
+from kdaserve.errors import dtype_name, error
 from kdaserve.memory import extent
 from kdaserve.ops.helion import source, tuned
 from kdaserve.ops.jit.launch import DIRECT, INTERPRETED, ONE_AT_A_TIME, profiled, quiet, strides
@@ -100,7 +100,7 @@ class Kernel:
         """The Triton kernel for such arguments, whatever their sizes."""
         assert [*variant.constants] == self.constants, f"constants of {self.name}"
         device = next(x.device for x in arguments.values() if isinstance(x, Tensor))
-        dtypes = tuple(x.dtype if isinstance(x, Tensor) else None if x is None else type(x).__mro__[-2] for x in arguments.values())
+        dtypes = tuple(map(_dtype, arguments.values()))
         key = device, dtypes, tuple(variant.constants.values()), repr(sorted(variant.config.items())), variant.precision
         with GENERATING:
             if key not in self._generated:
@@ -190,7 +190,9 @@ class Generated:
 class Launch:
     """A kernel with all that follows from the layout of a call's tensors; called with the tensors and what else changes."""
 
-    def __init__(self, kernel: Kernel, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, float], later: Sequence[str], variant: Variant) -> None:
+    def __init__(
+        self, kernel: Kernel, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, float], later: Sequence[str], variant: Variant
+    ) -> None:
         """`tensors` by parameter, `numbers` likewise; those named in `later` come with each call."""
         self.views = views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
         given = {name: (Whole if isinstance(x, int) else Real)(x) if name in later else x for name, x in numbers.items()}
@@ -251,6 +253,11 @@ class Launch:
 def flat(pool: Tensor | None) -> Tensor | None:
     """A view of all elements from the first slot's first to the last slot's last, for kernels that work out 64-bit offsets themselves."""
     return None if pool is None else pool.as_strided((extent(pool) // pool.element_size() if pool.numel() else 0,), (1,))
+
+
+def _dtype(x: Any) -> str | None:
+    """The dtype of an argument."""
+    return dtype_name(x.dtype) if isinstance(x, Tensor) else None if x is None else "float" if isinstance(x, float) else "int"
 
 
 def _stand_in(x: Any, i: int) -> Any:

@@ -92,9 +92,7 @@ def decayed(S: Tensor, g: Tensor, kept: bool) -> Tensor:
     return S * keep[None, :] + S * change[None, :]  # E1
 
 
-def token(
-    S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, l2norm: bool, kept: bool
-) -> tuple[Tensor, Tensor]:
+def token(S: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, l2norm: bool, kept: bool) -> tuple[Tensor, Tensor]:
     """One token on the state `[BV, BK]`: the new state and the output `[BV]`.
 
     q and k come as they are and the norms are put in behind the products, so that all reductions stand side by side: one after the other each is
@@ -104,12 +102,12 @@ def token(
     Sk = (S * k[None, :]).sum(1)
     Sq = (S * q[None, :]).sum(1)
     kq = (k * q).sum(0)
+    q_norm: Tensor | float = scale
     if l2norm:
         k_norm = torch.rsqrt((k * k).sum(0) + L2_EPS)
         q_norm = scale * torch.rsqrt((q * q).sum(0) + L2_EPS)
         r = (beta * k_norm) * (v - k_norm * Sk)  # E2
     else:
-        q_norm = scale
         r = beta * (v - Sk)  # E2
     S = S + r[:, None] * k[None, :]  # E3
     return S, q_norm * (Sq + r * kq)  # E4, with E3 put in

@@ -30,8 +30,8 @@ class Seen:
 
     def arguments(self) -> tuple[Any, ...]:
         """Those of the kernel as Helion takes them, constants included."""
-        tensors, later = iter(self.tensors), dict(zip(self.launch.later, self.numbers, strict=True))
-        given = {name: x if x is None else x.as_strided(view.shape, view.stride()) for (name, view), x in zip(self.launch.views.items(), tensors, strict=True)}
+        later = dict(zip(self.launch.later, self.numbers, strict=True))
+        given = dict(zip(self.launch.views, map(_like, self.tensors, self.launch.views.values()), strict=True))
         found = {**self.launch.arguments, **given, **later}
         return *found.values(), *self.launch.generated.variant.constants.values()
 
@@ -101,3 +101,8 @@ def evidence(seen: Seen, before: float, after: float) -> dict[str, Any]:
     shapes = {name: list(x.shape) for name, x in zip(seen.launch.views, seen.tensors, strict=True) if x is not None}
     versions = {package: importlib.metadata.version(package) for package in PACKAGES}
     return {"milliseconds": after, "milliseconds_before": before, "shapes": shapes, "versions": versions, "date": f"{datetime.date.today()}"}
+
+
+def _like(x: Tensor | None, view: Tensor | None) -> Tensor | None:
+    """`x` in the shape and strides of `view`."""
+    return None if x is None or view is None else x.as_strided(view.shape, view.stride())

@@ -1,6 +1,7 @@
 """Configurations that `kdaserve tune helion` found, each with its evidence; where there is none, the rules beside the kernels hold.
 
-A file is a list of entries, as JSON: a kernel, a GPU and the dtypes and constants it was generated for; the fields of its `helion.Config`; the evidence.
+A file is a list of entries, as JSON: a kernel, a GPU and the dtypes and constants it was generated for; the fields of its `helion.Config`; the
+evidence.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ def path() -> Path:
     return Path(os.environ.get(VARIABLE) or folder / "kdaserve" / "helion.json")
 
 
-def identity(kernel: str, device: torch.device, dtypes: Sequence[torch.dtype | None], constants: Mapping[str, Any]) -> dict[str, Any]:
+def identity(kernel: str, device: torch.device, dtypes: Sequence[str | None], constants: Mapping[str, Any]) -> dict[str, Any]:
     """What a configuration is for, in plain types."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter"
     plain = {name: dtype_name(x) if isinstance(x, torch.dtype) else x for name, x in constants.items()}
-    return {"kernel": kernel, "gpu": gpu, "dtypes": [None if x is None else dtype_name(x) for x in dtypes], "constants": plain}
+    return {"kernel": kernel, "gpu": gpu, "dtypes": list(dtypes), "constants": plain}
 
 
 def find(wanted: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -50,8 +50,8 @@ def packed_decode_kda_kernel(
 ROWS = ((64, 4, 8), (2**62, 8, 32))
 """(request, head) pairs at most; rows of the state a program takes at K = 128, of an fp32 pool and of a 16-bit pool.
 
-The kernel is the one of `triton`, instruction for instruction nearly, and so are its measurements, which stand there. One warp, always: more sum the keys
-across warps, in another order, and a request's bits would depend on the grid (S10).
+The kernel is that of `triton`, nearly instruction for instruction, and the measurements stand there. One warp, always: more sum the keys across
+warps, in another order, and a request's bits would depend on the grid (S10).
 """
 
 

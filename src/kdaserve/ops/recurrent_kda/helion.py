@@ -73,7 +73,7 @@ def recurrent_kda_kernel(
                 hl.store(h, [o_h + i_c * (HV * V * K)], S.to(h.dtype), extra_mask=m_S)
             if track is not None:
                 hl.store(track, [i_n * track_stride + o_S], S, extra_mask=m_S & (tracked == i_c))
-            if slots is not None:  # noqa: SIM102  the first is decided when the kernel is generated, the second when it runs
+            if slots is not None:
                 if next_save == i_c:
                     next_save = chunks
                     for i_m in hl.grid((M + ENTRIES - 1) // ENTRIES):

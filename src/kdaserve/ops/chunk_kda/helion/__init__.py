@@ -1,9 +1,10 @@
 """Prefill in two Helion kernels: `prepare`, for all chunks and heads at once, and `chain`, chunk after chunk.
 
-Between them lies a workspace of one record a chunk and head, found on the device from `cu_seqlens` without a prefix sum or a sync. A *unit* is a chunk of 64
-tokens of one sequence; sequence n owns the units from cu_seqlens[n] // 64 + n on, which leaves room for all its chunks, whatever the lengths before it
-are, so that T // 64 + N units suffice. Four tensors, flat, hold the records: `rows` has k decayed from the chunk's start, q likewise, and k decayed to the
-chunk's end, `[3, C, BK]` a record; `pairs` the q.k of E10 and M beta, `[2, C, C]`; `decay` that of the chunk, `[BK]`; `mark` whether it is too wide.
+Between them lies a workspace of one record a chunk and head, found on the device from `cu_seqlens` without a prefix sum or a sync. A *unit* is a
+chunk of 64 tokens of one sequence; sequence n owns the units from cu_seqlens[n] // 64 + n on, which leaves room for all its chunks, whatever the
+lengths before it are, so that T // 64 + N units suffice. Four tensors, flat, hold the records: `rows` has k decayed from the chunk's start, q
+likewise, and k decayed to the chunk's end, `[3, C, BK]` a record; `pairs` the q.k of E10 and M beta, `[2, C, C]`; `decay` that of the chunk, `[BK]`;
+`mark` whether it is too wide.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from kdaserve.ops.jit.launch import dense, gate_name, padded, strides
 from kdaserve.ops.jit.prefill import options, snapshots_of
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
+
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
@@ -84,7 +86,9 @@ class Launches:
             variant = Variant(constants, {"num_warps": kernel.warps, "num_stages": kernel.stages}, form.prepare)
             return Launch(prepare_kernel, prepare, numbers, ("scale", "lower_bound"), variant)
 
-        self._prepares = [prepared("never", config.PREPARE)] if bounded else [prepared("marked", config.PREPARE), prepared("only", config.PREPARE_WIDE)]
+        self._prepares = (
+            [prepared("never", config.PREPARE)] if bounded else [prepared("marked", config.PREPARE), prepared("only", config.PREPARE_WIDE)]
+        )
         constants = {"C": CHUNK, **dims, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "ENTRIES": ENTRIES, "OP": form.dtype}
         pool_stride, track_stride = *strides(call.initial_state, 1), *strides(call.track_state, 1)
         self._chain = Launch(

@@ -3,7 +3,7 @@
 import helion.language as hl
 import torch
 
-from kdaserve.ops.chunk_kda.helion.tiles import first_unit, read, through_chunk
+from kdaserve.ops.chunk_kda.helion.tiles import across, first_unit, read, through_chunk
 from kdaserve.ops.helion.launch import kernel
 from kdaserve.ops.helion.states import saved
 
@@ -55,7 +55,7 @@ def chain_kernel(
         for i_c in hl.grid(chunks):
             if track is not None:
                 hl.store(track, [i_n * track_stride + o_S], S, extra_mask=m_S & (tracked == i_c))
-            if slots is not None:  # noqa: SIM102  the first is decided when the kernel is generated, the second when it runs
+            if slots is not None:
                 if next_save == i_c:
                     next_save = chunks
                     for i_m in hl.grid((M + ENTRIES - 1) // ENTRIES):
@@ -77,7 +77,7 @@ def chain_kernel(
             qd = hl.load(rows, [record * (3 * C * BK) + C * BK + o_ck])
             qk = hl.load(pairs, [record * (2 * C * C) + o_cc])
             ke = hl.load(rows, [record * (3 * C * BK) + 2 * C * BK + o_ck])
-            b_decay = hl.load(decay, [record * BK + o_k])
+            b_decay = hl.load(decay, [record * BK + across(o_k, TRANSPOSED)])
             state = S.to(OP)
             known = read(kd, state, TRANSPOSED)
             if h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)

@@ -1,8 +1,8 @@
 """Prefill, first kernel: what a chunk can compute without knowing the state it starts from. One program a chunk and head.
 
-Two tokens of one half of a chunk meet at the half's middle: the row's factor is exp2 of the log decay between the middle and the row, the column's the
-reverse. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with lower_bound >= -5 this always
-holds. Tokens of different halves meet at the boundary, where both factors are <= 1.
+Two tokens of one half of a chunk meet at the half's middle: the row's factor is exp2 of the log decay between the middle and the row, the column's
+the reverse. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with lower_bound >= -5 this always holds.
+Tokens of different halves meet at the boundary, where both factors are <= 1.
 """
 
 import helion.language as hl
@@ -30,7 +30,7 @@ def prepare_kernel(
         record = i_u * HV + i_h
         if cu_seqlens is not None:
             end = hl.load(cu_seqlens, [N]).to(torch.int64)
-            if WIDE != "only":  # noqa: SIM102  the first is decided when the kernel is generated, the second when it runs
+            if WIDE != "only":
                 if i_u * C + C > end:  # S4
                     for i_r in hl.grid(C // 8):
                         t_o = i_u * C + i_r * 8 + hl.arange(8)

@@ -94,19 +94,26 @@ def inverse(A: Tensor, merge: torch.dtype) -> Tensor:
     return M
 
 
+def across(x: Tensor, transposed: bool) -> Tensor:
+    """Numbers of the channels of K, as they lie across a state."""
+    return x[None, :] if transposed else x[:, None]
+
+
 def read(rows: Tensor, state: Tensor, transposed: bool) -> Tensor:
     """What rows `[C, K]` read from a state."""
     return product(state, rows.T) if transposed else product(rows, state)
 
 
-def through_chunk(S: Tensor, state: Tensor, r: Tensor, qd: Tensor, ke: Tensor, qk: Tensor, M: Tensor, decay: Tensor, transposed: bool, op: torch.dtype):
+def through_chunk(
+    S: Tensor, state: Tensor, r: Tensor, qd: Tensor, ke: Tensor, qk: Tensor, M: Tensor, decay: Tensor, transposed: bool, op: torch.dtype
+):
     """E9 to E11 of one chunk: the new state and the output. r is v - (k exp G) S, `state` the state as an operand, and beta is in M.
 
     v' enters its products as two bf16 numbers. With equal keys its rows are differences that add up again in E10 and E11, and so would the
     rounding of one: 2.6e-2 of the output.
     """
     o = read(qd, state, transposed)
-    S = S * (decay[None, :] if transposed else decay[:, None])
+    S = S * decay
     r = product(r, M.T) if transposed else product(M, r)  # E9
     high = r.to(op)
     for part in (high, (r - high.to(torch.float32)).to(op)) if op == torch.bfloat16 else (high,):
