@@ -218,6 +218,12 @@ def test_versions_that_do_not_work_together(unavailable: Any, monkeypatch: pytes
         kdaserve.packed_decode_kda(**decode_inputs(2), backend="helion")
 
 
+@here
+def test_a_helion_that_is_too_old(unavailable: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dispatch, "OLDEST_HELION", (99, 0))
+    assert unavailable().startswith("it needs helion 99.0, installed is 1.")
+
+
 def test_helion_is_imported_when_it_is_named_and_not_before():
     call = "from kdaserve.testing import decode_inputs; kdaserve.packed_decode_kda(**decode_inputs(2))"
     code = f"import sys, kdaserve; {call}; print('helion' in sys.modules)"

@@ -88,13 +88,18 @@ def _triton_unavailable() -> str | None:
     return None
 
 
+OLDEST_HELION = (1, 4)
+
+
 @functools.cache
 def _helion_unavailable() -> str | None:
     if importlib.util.find_spec("helion") is None:
         return "helion is not installed: pip install 'kdaserve[helion]'"
-    reason = _triton_unavailable()
-    if reason is not None:
+    if (reason := _triton_unavailable()) is not None:
         return reason
+    found = importlib.metadata.version("helion")
+    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_HELION:
+        return f"it needs helion {'.'.join(map(str, OLDEST_HELION))}, installed is {found}"
     try:
         importlib.import_module("helion")
     except Exception as cause:

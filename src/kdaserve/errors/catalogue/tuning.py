@@ -30,7 +30,7 @@ from pathlib import Path
 
 from kdaserve.ops.helion import tuned
 
-path = Path(tempfile.mkdtemp(), "helion.json")
+path = Path(tempfile.gettempdir(), "damaged_configurations.json")
 path.write_text(json.dumps({"num_warps": 4}))  # a configuration alone, without what it is for
 tuned.read(path)""",
         after="""\
@@ -40,7 +40,7 @@ from pathlib import Path
 
 from kdaserve.ops.helion import tuned
 
-path = Path(tempfile.mkdtemp(), "helion.json")
+path = Path(tempfile.gettempdir(), "mended_configurations.json")
 what = {"kernel": "chain_kernel", "gpu": "NVIDIA H200", "dtypes": ["bfloat16"], "constants": {"K": 128}}
 path.write_text(json.dumps([{**what, "config": {"num_warps": 4}, "evidence": {"milliseconds": 0.3}}]))
 tuned.read(path)""",

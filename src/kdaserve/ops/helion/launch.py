@@ -104,7 +104,7 @@ class Kernel:
         key = device, dtypes, tuple(variant.constants.values()), repr(sorted(variant.config.items())), variant.precision
         with GENERATING:
             if key not in self._generated:
-                with _plain_surroundings(device):
+                with _plain_surroundings():
                     self._generated[key] = Generated(self, key, arguments, variant)
         return self._generated[key]
 
@@ -268,12 +268,12 @@ def _stand_in(x: Any, i: int) -> Any:
 
 
 @contextlib.contextmanager
-def _plain_surroundings(device: torch.device) -> Iterator[None]:
+def _plain_surroundings() -> Iterator[None]:
     """Helion traces kernels by running them; modes and defaults of the caller's PyTorch must not show in the code."""
-    dtype = torch.get_default_dtype()
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
-        with torch.device(device), torch.inference_mode(False), torch.no_grad():
+        with contextlib.nullcontext() if device.type == "cpu" else torch.device("cpu"), torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)
