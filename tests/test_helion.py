@@ -19,6 +19,7 @@ from commands import run
 from conftest import Call, Target, serving_targets
 from helpers import DECODE, OPS
 from kdaserve import BackendError, TuningError, contract, dispatch
+from kdaserve.ops.chunk_kda.helion import config
 from kdaserve.ops.chunk_kda.helion.chain import chain_kernel
 from kdaserve.ops.chunk_kda.helion.prepare import prepare_kernel
 from kdaserve.ops.helion import source, tuned
@@ -229,3 +230,18 @@ def test_helion_is_imported_when_it_is_named_and_not_before():
     code = f"import sys, kdaserve; {call}; print('helion' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "False"
+
+
+# Forms
+
+
+@here
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("form", [*config.CHAINS, config.ALONE], ids=lambda form: f"{form.slice}-{'transposed' if form.transposed else 'plain'}")
+def test_every_form_of_the_chain(form: config.Chain, monkeypatch: pytest.MonkeyPatch):
+    """The rule takes one of them in the interpreter, and the others on a GPU."""
+    monkeypatch.setattr(config, "chain", lambda *_: form)
+    call = prefill_inputs([70, 0, 3], k_dim=48, v_dim=80, heads=1)
+    call |= {"track_state": torch.zeros(3, 1, 80, 48), "track_chunk_idx": torch.tensor([1, -1, -1]), "output_intermediate_states": True}
+    free = [slot for slot in range(5) if slot not in call["initial_state_indices"].tolist()]
+    Target("helion", "cpu").check_prefill("chunk_kda", call, snapshots=kdaserve.Snapshots([0, 2], [64, 3], free))

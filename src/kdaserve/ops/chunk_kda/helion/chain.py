@@ -3,7 +3,7 @@
 import helion.language as hl
 import torch
 
-from kdaserve.ops.chunk_kda.helion.tiles import across, first_unit, read, through_chunk
+from kdaserve.ops.chunk_kda.helion.tiles import across, first_unit, read, through_chunk, turned
 from kdaserve.ops.helion.launch import kernel
 from kdaserve.ops.helion.states import saved
 
@@ -82,13 +82,9 @@ def chain_kernel(
             known = read(kd, state, TRANSPOSED)
             if h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)
                 hl.store(h, [o_h + i_c * (HV * (V * K))], S.to(h.dtype), extra_mask=m_S)
-            if TRANSPOSED:
-                x = x.T
-            r = (x - known).to(OP)  # E8, with E9 put around it: w and u are never formed
+            r = (turned(x, TRANSPOSED) - known).to(OP)  # E8, with E9 put around it: w and u are never formed
             S, b_o = through_chunk(S, state, r, qd, ke, qk, b_M, b_decay, TRANSPOSED, OP)
-            if TRANSPOSED:
-                b_o = b_o.T
-            hl.store(o, [i_b, o_t, i_h, o_v], b_o.to(o.dtype), extra_mask=m_o)
+            hl.store(o, [i_b, o_t, i_h, o_v], turned(b_o, TRANSPOSED).to(o.dtype), extra_mask=m_o)
         if slots is not None:
             for i_e in hl.grid((M + ENTRIES - 1) // ENTRIES):
                 o_m = i_e * ENTRIES + hl.arange(ENTRIES)

@@ -99,6 +99,11 @@ def across(x: Tensor, transposed: bool) -> Tensor:
     return x[None, :] if transposed else x[:, None]
 
 
+def turned(x: Tensor, transposed: bool) -> Tensor:
+    """A tile [rows, V], or its transpose, from the other."""
+    return x.T if transposed else x
+
+
 def read(rows: Tensor, state: Tensor, transposed: bool) -> Tensor:
     """What rows `[C, K]` read from a state."""
     return product(state, rows.T) if transposed else product(rows, state)
