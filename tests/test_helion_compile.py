@@ -31,8 +31,8 @@ STACK = {
     "chain-64": 16,
     "chain-16-any-memory": 0,
     "chain-16-states": 0,
-    "chain-32-states": 40,
-    "chain-64-states": 560,
+    "chain-32-states": 16,
+    "chain-64-states": 248,
 }
 """Bytes of stack a thread, at most."""
 SHARED = 227 * 1024

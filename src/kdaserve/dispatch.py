@@ -88,7 +88,16 @@ def _triton_unavailable() -> str | None:
     return None
 
 
+UNKNOWN = "of unknown version"
 OLDEST_HELION = (1, 4)
+
+
+def installed_version(package: str) -> str:
+    """The version of a package as its metadata tell, which a copied folder has not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
 
 
 @functools.cache
@@ -97,13 +106,13 @@ def _helion_unavailable() -> str | None:
         return "helion is not installed: pip install 'kdaserve[helion]'"
     if (reason := _triton_unavailable()) is not None:
         return reason
-    found = importlib.metadata.version("helion")
-    if tuple(int(part) for part in found.split(".")[:2]) < OLDEST_HELION:
+    found = installed_version("helion")
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < OLDEST_HELION and found != UNKNOWN:
         return f"it needs helion {'.'.join(map(str, OLDEST_HELION))}, installed is {found}"
     try:
         importlib.import_module("helion")
     except Exception as cause:
-        installed = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("helion", "torch", "triton"))
+        installed = ", ".join(f"{name} {installed_version(name)}" for name in ("helion", "torch", "triton"))
         return f"{installed} do not work together: {type(cause).__name__}: {cause}"
     return None
 

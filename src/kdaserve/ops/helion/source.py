@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from pathlib import Path
 
 import torch
 import triton
+
+from kdaserve.dispatch import installed_version
 
 PACKAGE = Path(__file__).parents[2]
 
@@ -50,4 +51,4 @@ def _sources() -> str:
 
 @functools.cache
 def _versions() -> tuple[str, ...]:
-    return torch.__version__, importlib.metadata.version("triton"), importlib.metadata.version("helion")
+    return torch.__version__, triton.__version__, installed_version("helion")

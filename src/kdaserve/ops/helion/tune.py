@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import helion
 import triton.testing
 from torch import Tensor
 
+from kdaserve.dispatch import installed_version
 from kdaserve.ops.helion import launch as launches
 from kdaserve.ops.helion.launch import Launch
 
@@ -99,7 +99,7 @@ def milliseconds(seen: Seen, config: dict[str, Any]) -> float:
 def evidence(seen: Seen, before: float, after: float) -> dict[str, Any]:
     """What is kept beside a configuration."""
     shapes = {name: list(x.shape) for name, x in zip(seen.launch.views, seen.tensors, strict=True) if x is not None}
-    versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+    versions = {package: installed_version(package) for package in PACKAGES}
     return {"milliseconds": after, "milliseconds_before": before, "shapes": shapes, "versions": versions, "date": f"{datetime.date.today()}"}
 
 

@@ -26,12 +26,13 @@ def chain_kernel(
         o_v = i_v * BV + hl.arange(BV)
         if TRANSPOSED:
             m_S = (o_v < V)[:, None] & (o_k < K)[None, :]
-            o_S = o_v[:, None] * K + o_k[None, :] + i_h * (V * K)
+            o_S = (o_v[:, None] * K + o_k[None, :]).to(torch.int32)  # half the registers of 64 bits
         else:
             m_S = (o_k < K)[:, None] & (o_v < V)[None, :]
-            o_S = o_v[None, :] * K + o_k[:, None] + i_h * (V * K)
-        o_ck = o_c[:, None] * BK + o_k[None, :]
-        o_cc = o_c[:, None] * C + hl.arange(C)[None, :]
+            o_S = (o_v[None, :] * K + o_k[:, None]).to(torch.int32)
+        o_head = i_h * (V * K)
+        o_ck = (o_c[:, None] * BK + o_k[None, :]).to(torch.int32)
+        o_cc = (o_c[:, None] * C + hl.arange(C)[None, :]).to(torch.int32)
         if cu_seqlens is not None:
             i_b = 0
             start = hl.load(cu_seqlens, [i_n]).to(torch.int64)
@@ -44,17 +45,20 @@ def chain_kernel(
             unit = start + i_n * ((T + C - 1) // C)
         chunks = (length + (C - 1)) // C
         slot = hl.load(index, [i_n]).to(torch.int64)
-        o_slot = slot * pool_stride + o_S
-        S = hl.load(pool, [o_slot], extra_mask=m_S & (slot >= 0)).to(torch.float32)
+        o_slot = slot * pool_stride + o_head
+        S = hl.load(pool, [o_slot + o_S], extra_mask=m_S & (slot >= 0)).to(torch.float32)
         tracked = hl.zeros([], dtype=torch.int64) - 1
         if track is not None:
             tracked = hl.load(track_chunk, [i_n]).to(torch.int64)
         if h is not None:
-            o_h = hl.load(chunk_offsets, [i_n]).to(torch.int64) * (HV * (V * K)) + o_S
+            o_h = hl.load(chunk_offsets, [i_n]).to(torch.int64) * (HV * (V * K)) + o_head
         next_save = hl.zeros([], dtype=torch.int64)  # the first boundary looks for snapshots
+        # Triton does not copy the decay ahead, as it does the tiles; so it is asked for a chunk early.
+        s_k = across(o_k, TRANSPOSED)
+        next_decay = hl.load(decay, [(unit * HV + i_h) * BK + s_k], extra_mask=(s_k >= 0) & (chunks > 0))
         for i_c in hl.grid(chunks):
             if track is not None:
-                hl.store(track, [i_n * track_stride + o_S], S, extra_mask=m_S & (tracked == i_c))
+                hl.store(track, [i_n * track_stride + o_head + o_S], S, extra_mask=m_S & (tracked == i_c))
             if slots is not None:
                 if next_save == i_c:
                     next_save = chunks
@@ -65,7 +69,7 @@ def chain_kernel(
                         to = torch.where(at == i_c, to, -1)
                         place = torch.amax(to, 0)
                         while place >= 0:
-                            hl.store(pool, [place * pool_stride + o_S], S.to(pool.dtype), extra_mask=m_S)
+                            hl.store(pool, [place * pool_stride + o_head + o_S], S.to(pool.dtype), extra_mask=m_S)
                             to = torch.where(to < place, to, -1)
                             place = torch.amax(to, 0)
             record = (unit + i_c) * HV + i_h
@@ -77,11 +81,12 @@ def chain_kernel(
             qd = hl.load(rows, [record * (3 * C * BK) + C * BK + o_ck])
             qk = hl.load(pairs, [record * (2 * C * C) + o_cc])
             ke = hl.load(rows, [record * (3 * C * BK) + 2 * C * BK + o_ck])
-            b_decay = hl.load(decay, [record * BK + across(o_k, TRANSPOSED)])
+            b_decay = next_decay
+            next_decay = hl.load(decay, [(record + HV) * BK + s_k], extra_mask=(s_k >= 0) & (i_c + 1 < chunks))
             state = S.to(OP)
             known = read(kd, state, TRANSPOSED)
             if h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)
-                hl.store(h, [o_h + i_c * (HV * (V * K))], S.to(h.dtype), extra_mask=m_S)
+                hl.store(h, [o_h + i_c * (HV * (V * K)) + o_S], S.to(h.dtype), extra_mask=m_S)
             r = (turned(x, TRANSPOSED) - known).to(OP)  # E8, with E9 put around it: w and u are never formed
             S, b_o = through_chunk(S, state, r, qd, ke, qk, b_M, b_decay, TRANSPOSED, OP)
             hl.store(o, [i_b, o_t, i_h, o_v], turned(b_o, TRANSPOSED).to(o.dtype), extra_mask=m_o)
@@ -92,7 +97,7 @@ def chain_kernel(
                 to = torch.where(at == chunks, to, -1)
                 place = torch.amax(to, 0)
                 while place >= 0:
-                    hl.store(pool, [place * pool_stride + o_S], S.to(pool.dtype), extra_mask=m_S)
+                    hl.store(pool, [place * pool_stride + o_head + o_S], S.to(pool.dtype), extra_mask=m_S)
                     to = torch.where(to < place, to, -1)
                     place = torch.amax(to, 0)
-        hl.store(pool, [o_slot], S.to(pool.dtype), extra_mask=m_S & (slot >= 0) & (length > 0))
+        hl.store(pool, [o_slot + o_S], S.to(pool.dtype), extra_mask=m_S & (slot >= 0) & (length > 0))

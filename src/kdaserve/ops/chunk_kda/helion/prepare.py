@@ -107,7 +107,7 @@ def prepare_kernel(
                 o_k = i_k * BS + o_s
                 m_1k = m_1[:, None] & (o_k < K)[None, :]
                 m_2k = m_2[:, None] & (o_k < K)[None, :]
-                o_1 = o_r[:, None] * BK + o_k[None, :]
+                o_1 = (o_r[:, None] * BK + o_k[None, :]).to(torch.int32)
                 o_2 = o_1 + HALF * BK
                 x1 = hl.load(g, [i_b, t_1, i_h, o_k], extra_mask=m_1k).to(torch.float32)
                 x2 = hl.load(g, [i_b, t_2, i_h, o_k], extra_mask=m_2k).to(torch.float32)
@@ -157,7 +157,7 @@ def prepare_kernel(
 
             lower = o_r[:, None] >= o_r[None, :]
             none = hl.zeros([HALF, HALF], dtype=OP)
-            o_11 = o_r[:, None] * C + o_r[None, :]
+            o_11 = (o_r[:, None] * C + o_r[None, :]).to(torch.int32)
             o_21 = o_11 + HALF * C
             hl.store(pairs, [o_pairs + o_11], torch.where(lower, qk11, 0.0).to(OP))
             hl.store(pairs, [o_pairs + o_11 + HALF], none)
