@@ -22,17 +22,17 @@ STACK = {
     "decode-bf16-32": 0,
     "decode-fp32-32-any-memory": 0,
     "recurrent": 0,
-    # Offsets are of 64 bits, all of them; that takes some registers more than the kernels of `triton` need.
+    # Offsets of tokens are of 64 bits; that takes some registers more than the kernels of `triton` need.
     "prepare-never": 96,
     "prepare-marked": 160,
     "prepare-only": 640,
     "chain-16": 0,
     "chain-32": 0,
-    "chain-64": 16,
+    "chain-64": 32,
     "chain-16-any-memory": 0,
     "chain-16-states": 0,
-    "chain-32-states": 16,
-    "chain-64-states": 248,
+    "chain-32-states": 0,
+    "chain-64-states": 200,
 }
 """Bytes of stack a thread, at most."""
 SHARED = 227 * 1024

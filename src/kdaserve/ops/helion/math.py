@@ -37,6 +37,14 @@ EXP2 = (
 """``(2 ** x - 1) / x`` on [-0.72, 0], within 1.4e-9."""
 
 
+def address(start: Tensor | int, offsets: Tensor) -> Tensor:
+    """Where a tile lies in a flat tensor: `start`, of 64 bits, plus offsets of 32, which take half the registers.
+
+    The cast is not for show: in PyTorch a number takes the dtype of the tensor it is added to.
+    """
+    return start + offsets.to(torch.int64)
+
+
 def polynomial(x: Tensor, coefficients: tuple[float, ...]) -> Tensor:
     """Highest degree first."""
     p = coefficients[0] * x + coefficients[1]

@@ -5,6 +5,7 @@ import torch
 
 from kdaserve.ops.chunk_kda.helion.tiles import across, first_unit, read, through_chunk, turned
 from kdaserve.ops.helion.launch import kernel
+from kdaserve.ops.helion.math import address
 from kdaserve.ops.helion.states import saved
 
 
@@ -46,7 +47,7 @@ def chain_kernel(
         chunks = (length + (C - 1)) // C
         slot = hl.load(index, [i_n]).to(torch.int64)
         o_slot = slot * pool_stride + o_head
-        S = hl.load(pool, [o_slot + o_S], extra_mask=m_S & (slot >= 0)).to(torch.float32)
+        S = hl.load(pool, [address(o_slot, o_S)], extra_mask=m_S & (slot >= 0)).to(torch.float32)
         tracked = hl.zeros([], dtype=torch.int64) - 1
         if track is not None:
             tracked = hl.load(track_chunk, [i_n]).to(torch.int64)
@@ -58,7 +59,7 @@ def chain_kernel(
         next_decay = hl.load(decay, [(unit * HV + i_h) * BK + s_k], extra_mask=(s_k >= 0) & (chunks > 0))
         for i_c in hl.grid(chunks):
             if track is not None:
-                hl.store(track, [i_n * track_stride + o_head + o_S], S, extra_mask=m_S & (tracked == i_c))
+                hl.store(track, [address(i_n * track_stride + o_head, o_S)], S, extra_mask=m_S & (tracked == i_c))
             if slots is not None:
                 if next_save == i_c:
                     next_save = chunks
@@ -69,24 +70,24 @@ def chain_kernel(
                         to = torch.where(at == i_c, to, -1)
                         place = torch.amax(to, 0)
                         while place >= 0:
-                            hl.store(pool, [place * pool_stride + o_head + o_S], S.to(pool.dtype), extra_mask=m_S)
+                            hl.store(pool, [address(place * pool_stride + o_head, o_S)], S.to(pool.dtype), extra_mask=m_S)
                             to = torch.where(to < place, to, -1)
                             place = torch.amax(to, 0)
             record = (unit + i_c) * HV + i_h
             o_t = start + i_c * C + o_c
             m_o = (o_c < length - i_c * C)[:, None] & (o_v < V)[None, :]
-            kd = hl.load(rows, [record * (3 * C * BK) + o_ck])
+            kd = hl.load(rows, [address(record * (3 * C * BK), o_ck)])
             x = hl.load(v, [i_b, o_t, i_h, o_v], extra_mask=m_o).to(torch.float32)
-            b_M = hl.load(pairs, [record * (2 * C * C) + C * C + o_cc])
-            qd = hl.load(rows, [record * (3 * C * BK) + C * BK + o_ck])
-            qk = hl.load(pairs, [record * (2 * C * C) + o_cc])
-            ke = hl.load(rows, [record * (3 * C * BK) + 2 * C * BK + o_ck])
+            b_M = hl.load(pairs, [address(record * (2 * C * C) + C * C, o_cc)])
+            qd = hl.load(rows, [address(record * (3 * C * BK) + C * BK, o_ck)])
+            qk = hl.load(pairs, [address(record * (2 * C * C), o_cc)])
+            ke = hl.load(rows, [address(record * (3 * C * BK) + 2 * C * BK, o_ck)])
             b_decay = next_decay
             next_decay = hl.load(decay, [(record + HV) * BK + s_k], extra_mask=(s_k >= 0) & (i_c + 1 < chunks))
             state = S.to(OP)
             known = read(kd, state, TRANSPOSED)
             if h is not None:  # not before the product, which would then read a state whose writes not all threads have made visible (docs/facts.md)
-                hl.store(h, [o_h + i_c * (HV * (V * K)) + o_S], S.to(h.dtype), extra_mask=m_S)
+                hl.store(h, [address(o_h + i_c * (HV * (V * K)), o_S)], S.to(h.dtype), extra_mask=m_S)
             r = (turned(x, TRANSPOSED) - known).to(OP)  # E8, with E9 put around it: w and u are never formed
             S, b_o = through_chunk(S, state, r, qd, ke, qk, b_M, b_decay, TRANSPOSED, OP)
             hl.store(o, [i_b, o_t, i_h, o_v], turned(b_o, TRANSPOSED).to(o.dtype), extra_mask=m_o)
@@ -97,7 +98,7 @@ def chain_kernel(
                 to = torch.where(at == chunks, to, -1)
                 place = torch.amax(to, 0)
                 while place >= 0:
-                    hl.store(pool, [place * pool_stride + o_head + o_S], S.to(pool.dtype), extra_mask=m_S)
+                    hl.store(pool, [address(place * pool_stride + o_head, o_S)], S.to(pool.dtype), extra_mask=m_S)
                     to = torch.where(to < place, to, -1)
                     place = torch.amax(to, 0)
-        hl.store(pool, [o_slot + o_S], S.to(pool.dtype), extra_mask=m_S & (slot >= 0) & (length > 0))
+        hl.store(pool, [address(o_slot, o_S)], S.to(pool.dtype), extra_mask=m_S & (slot >= 0) & (length > 0))

@@ -11,7 +11,7 @@ import torch
 from kdaserve.contract import L2_EPS
 from kdaserve.ops.chunk_kda.helion.tiles import WIDEST, first_unit, inverse, meet, meet_by_levels, picks, split, sums, token_decay
 from kdaserve.ops.helion.launch import kernel
-from kdaserve.ops.helion.math import product, sigmoid
+from kdaserve.ops.helion.math import address, product, sigmoid
 
 
 @kernel("q", "k", "g", "dt_bias", "o", own=["rows", "pairs", "decay", "mark"])
@@ -128,11 +128,11 @@ def prepare_kernel(
                     if WIDE == "marked":
                         widest = torch.maximum(widest, torch.abs(e))
                 factor = torch.exp2(sums(before, g1))
-                hl.store(rows, [o_rows + C * BK + o_1], (b_q * factor).to(OP))
-                hl.store(rows, [o_rows + o_1], (b_k * factor).to(OP))
+                hl.store(rows, [address(o_rows + C * BK, o_1)], (b_q * factor).to(OP))
+                hl.store(rows, [address(o_rows, o_1)], (b_k * factor).to(OP))
                 e = sums(later, g1)
                 cols = (b_k * torch.exp2(e)).to(OP).T
-                hl.store(rows, [o_rows + 2 * C * BK + o_1], (b_k * torch.exp2(e + sums(every, g2))).to(OP))
+                hl.store(rows, [address(o_rows + 2 * C * BK, o_1)], (b_k * torch.exp2(e + sums(every, g2))).to(OP))
 
                 b_k = hl.load(k, [i_b, t_2, i_hk, o_k], extra_mask=m_2k).to(torch.float32) * k_norm2[:, None]
                 b_q = hl.load(q, [i_b, t_2, i_hk, o_k], extra_mask=m_2k).to(torch.float32) * q_norm2[:, None]
@@ -141,10 +141,10 @@ def prepare_kernel(
                 A21 = product((b_k * factor).to(OP), cols, A21)  # E6
                 qk21 = product((b_q * factor).to(OP), cols, qk21)
                 factor = torch.exp2(e + sums(every, g1))
-                hl.store(rows, [o_rows + C * BK + o_2], (b_q * factor).to(OP))
-                hl.store(rows, [o_rows + o_2], (b_k * factor).to(OP))
+                hl.store(rows, [address(o_rows + C * BK, o_2)], (b_q * factor).to(OP))
+                hl.store(rows, [address(o_rows, o_2)], (b_k * factor).to(OP))
                 hl.store(decay, [record * BK + 0 * o_r[:, None] + o_k[None, :]], factor, extra_mask=o_r[:, None] == HALF - 1)
-                hl.store(rows, [o_rows + 2 * C * BK + o_2], (b_k * torch.exp2(sums(later, g2))).to(OP))
+                hl.store(rows, [address(o_rows + 2 * C * BK, o_2)], (b_k * torch.exp2(sums(later, g2))).to(OP))
                 if WIDE == "only":
                     A22, qk22 = meet_by_levels(b_k, b_q, g2, A22, qk22, OP)
                 else:
@@ -159,10 +159,10 @@ def prepare_kernel(
             none = hl.zeros([HALF, HALF], dtype=OP)
             o_11 = (o_r[:, None] * C + o_r[None, :]).to(torch.int32)
             o_21 = o_11 + HALF * C
-            hl.store(pairs, [o_pairs + o_11], torch.where(lower, qk11, 0.0).to(OP))
-            hl.store(pairs, [o_pairs + o_11 + HALF], none)
-            hl.store(pairs, [o_pairs + o_21], qk21.to(OP))
-            hl.store(pairs, [o_pairs + o_21 + HALF], torch.where(lower, qk22, 0.0).to(OP))
+            hl.store(pairs, [address(o_pairs, o_11)], torch.where(lower, qk11, 0.0).to(OP))
+            hl.store(pairs, [address(o_pairs + HALF, o_11)], none)
+            hl.store(pairs, [address(o_pairs, o_21)], qk21.to(OP))
+            hl.store(pairs, [address(o_pairs + HALF, o_21)], torch.where(lower, qk22, 0.0).to(OP))
             beta1 = hl.load(beta, [i_b, t_1, i_h], extra_mask=m_1).to(torch.float32)
             beta2 = hl.load(beta, [i_b, t_2, i_h], extra_mask=m_2).to(torch.float32)
             if BETA_RAW:
@@ -171,7 +171,7 @@ def prepare_kernel(
             M11 = inverse(A11 * beta1[:, None], MERGE)  # E7
             M22 = inverse(A22 * beta2[:, None], MERGE)
             M21 = product(product(M22.to(MERGE), (A21 * beta2[:, None]).to(MERGE)).to(MERGE), M11.to(MERGE))
-            hl.store(pairs, [o_pairs + C * C + o_11], (M11 * beta1[None, :]).to(OP))
-            hl.store(pairs, [o_pairs + C * C + o_11 + HALF], none)
-            hl.store(pairs, [o_pairs + C * C + o_21], (-M21 * beta1[None, :]).to(OP))
-            hl.store(pairs, [o_pairs + C * C + o_21 + HALF], (M22 * beta2[None, :]).to(OP))
+            hl.store(pairs, [address(o_pairs + C * C, o_11)], (M11 * beta1[None, :]).to(OP))
+            hl.store(pairs, [address(o_pairs + C * C + HALF, o_11)], none)
+            hl.store(pairs, [address(o_pairs + C * C, o_21)], (-M21 * beta1[None, :]).to(OP))
+            hl.store(pairs, [address(o_pairs + C * C + HALF, o_21)], (M22 * beta2[None, :]).to(OP))
