@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import subprocess
@@ -125,6 +126,20 @@ def test_after_a_warmup_nothing_is_made(op: str):
         call = sized(op, "cpu", lengths)
         getattr(kdaserve, op)(**call | {"use_qk_l2norm_in_kernel": True}, backend="helion")
     assert made() == before
+
+
+@here
+@pytest.mark.usefixtures("cold")
+@pytest.mark.parametrize("op", OPS)
+def test_no_tensor_outlives_its_call(op: str):
+    """What is kept of a call to launch the next one faster has none of its memory."""
+    call = sized(op, "cpu", [70, 5])
+    getattr(kdaserve, op)(**call, backend="helion")
+    own = [x for x in call.values() if isinstance(x, torch.Tensor)]
+    places = {x.data_ptr() for x in own}
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.device.type == "cpu" and x.numel()]
+    assert not [x.shape for x in tensors if x.data_ptr() in places and not any(x is y for y in own)]
 
 
 # Generated code

@@ -194,12 +194,11 @@ class Launch:
         self, kernel: Kernel, tensors: Mapping[str, Tensor | None], numbers: Mapping[str, float], later: Sequence[str], variant: Variant
     ) -> None:
         """`tensors` by parameter, `numbers` likewise; those named in `later` come with each call."""
-        self.views = views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
+        views = {name: x if x is None else x.as_strided(x.shape, kernel.strides(name, x)) for name, x in tensors.items()}
         given = {name: (Whole if isinstance(x, int) else Real)(x) if name in later else x for name, x in numbers.items()}
-        self.arguments = {name: views[name] if name in views else given[name] for name in kernel.arguments}
-        self.later = tuple(later)
-        self.generated = kernel.generate(self.arguments, variant)
-        self.asked = asked = self.generated.ask(tuple(self.arguments.values()))
+        arguments = {name: views[name] if name in views else given[name] for name in kernel.arguments}
+        self.generated = kernel.generate(arguments, variant)
+        asked = self.generated.ask(tuple(arguments.values()))
         pool = [*views.values(), *(given[name] for name in later)]
         places = []
         for value in asked.values:
@@ -218,6 +217,11 @@ class Launch:
         self._device = device.index if device.type == "cuda" else None
         self._keys = {aligned: (self.generated.key, aligned) for aligned in (True, False)}
         self._compiled: dict[bool, Any] = {}
+        # A launch outlives the call it was made for, and must keep none of its memory.
+        self.views = {name: _without_memory(x) for name, x in views.items()}
+        self.arguments = {name: _without_memory(x) for name, x in arguments.items()}
+        self.asked = dataclasses.replace(asked, values=tuple(map(_without_memory, asked.values)))
+        self.later = tuple(later)
 
     def __call__(self, tensors: Sequence[Tensor | None], *numbers: float) -> None:
         """`tensors` in the order of the layout's, and the numbers that come later."""
@@ -253,6 +257,11 @@ class Launch:
 def flat(pool: Tensor | None) -> Tensor | None:
     """A view of all elements from the first slot's first to the last slot's last, for kernels that work out 64-bit offsets themselves."""
     return None if pool is None else pool.as_strided((extent(pool) // pool.element_size() if pool.numel() else 0,), (1,))
+
+
+def _without_memory(x: Any) -> Any:
+    """A tensor of the same layout that has no elements; anything else as it is."""
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _dtype(x: Any) -> str | None:
