@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,docs,helion]'
 	# A CUDA build of torch brings the triton it needs; beside a CPU build one is wanted for its interpreter alone.
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(BIN)/python -m pip install --quiet 'triton==3.6.0; platform_system == "Linux"'
 	touch $@

@@ -38,8 +38,16 @@ def pytest_configure() -> None:
     _round_in_the_interpreter()
 
 
-PARAMETERS_INTERPRETED = {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2}
-"""How many sets of parameters of a test Triton's interpreter runs, by op: it takes seconds for what a GPU, where all run, does in microseconds."""
+PARAMETERS_INTERPRETED = {
+    "triton": {"chunk_kda": 2, "recurrent_kda": 1, "packed_decode_kda": 2, None: 2},
+    "helion": {"chunk_kda": 1, "recurrent_kda": 0, "packed_decode_kda": 2, None: 1},
+}
+"""How many sets of parameters of a test Triton's interpreter runs, by backend and op: it takes seconds for what a GPU, where all run, does in
+microseconds, and Helion takes seconds more to generate what is interpreted."""
+CONTRACT = ("test_prefill_semantics.py", "test_warmup.py")
+"""Files of which the interpreter runs one set of parameters of every test, with every op."""
+ENTIRE = "test_helion.py"
+"""All of it is run."""
 
 
 def is_long(item: pytest.Item) -> bool:
@@ -60,13 +68,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         parameters: dict[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
         targets, op = targets_of(item), parameters.get("op") or parameters.get("every_op")
+        interpreted = [target for target in targets if target.interpreted]
         if op is not None and any(op not in target.row.ops for target in targets):
             taken_out.add(item)
-        elif dispatch.INTERPRETED and Target("triton", "cpu") in targets:
-            groups[item.nodeid.split("[")[0], op].append(item)
-    for (_, op), group in groups.items():
+        elif interpreted and item.path.name != ENTIRE:
+            groups[item.nodeid.split("[")[0], op, interpreted[0]].append(item)
+    for (_, op, target), group in groups.items():
         short = [item for item in group if not is_long(item)]
-        count = PARAMETERS_INTERPRETED[op]
+        count = PARAMETERS_INTERPRETED[target.backend][op] or int(group[0].path.name in CONTRACT)
         kept = {short[i * (len(short) - 1) // max(count - 1, 1)] for i in range(count)} if short else set()
         taken_out |= set(group) - kept
     config.hook.pytest_deselected(items=list(taken_out))
@@ -112,16 +121,16 @@ FP32 = Tolerance(3e-5, 1e-3, 3e-5)
 TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     **{("reference", dtype): Tolerance(1e-12, 1e-10, 1e-6) for dtype in (*LOW, torch.float64)},
     **{("torch", dtype): FP32 for dtype in LOW},
-    **{(backend, dtype): FP32 for backend in ("triton", "sm90") for dtype in LOW},
+    **{(backend, dtype): FP32 for backend in ("sm90", "triton", "helion") for dtype in LOW},
     ("torch", torch.float64): Tolerance(1e-12, 1e-10, 1e-6),
 }
 """By backend and dtype of the inputs."""
 
 ROUNDED_PRODUCTS: dict[tuple[str, str, torch.dtype], Tolerance] = {
     # Operands have 8 and 11 bits: 3.7e-3 and 1.9e-3 on usual inputs, up to 9e-3 in bf16 where the output of one token is a small difference.
-    ("triton", "cuda", torch.bfloat16): Tolerance(1e-2, 2e-2, 1e-2),
-    ("triton", "cuda", torch.float16): Tolerance(4e-3, 1e-2, 4e-3),
     **{("sm90", "cuda", dtype): Tolerance(1e-2, 2e-2, 1e-2) for dtype in (torch.bfloat16, torch.float16)},
+    **{(backend, "cuda", torch.bfloat16): Tolerance(1e-2, 2e-2, 1e-2) for backend in ("triton", "helion")},
+    **{(backend, "cuda", torch.float16): Tolerance(4e-3, 1e-2, 4e-3) for backend in ("triton", "helion")},
 }
 """By backend, device and dtype of the inputs, in place of the row above: of `chunk_kda` where the matrix units round what they multiply."""
 
@@ -141,6 +150,11 @@ class Target:
 
     def __str__(self) -> str:
         return f"{self.backend}-{self.device}"
+
+    @property
+    def interpreted(self) -> bool:
+        """Whether Triton's interpreter runs its kernels."""
+        return dispatch.INTERPRETED and self.row.in_triton
 
     def run(self, op: str, call: Call, **changes: Any) -> Any:
         """The result of an op on this backend; a test ends where a backend that is built for some calls does not take this one."""

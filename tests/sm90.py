@@ -39,10 +39,7 @@ STATES = ("p_h", "p_chunk_offsets", "p_track", "p_track_chunk", "p_sequence", "p
 
 
 def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", unit: int = UNIT, warps: int = 1, **constants: Any) -> dict[str, Any]:
-    """What the assembler says of a kernel at bf16 inputs; `absent` names the tensors that are not given, `constants` are the kernel's and Triton's.
-
-    Registers, bytes of stack and of shared memory, instructions; how many of the latter touch the stack.
-    """
+    """`assemble` of a kernel at bf16 inputs; `absent` names the tensors that are not given, `constants` are the kernel's and Triton's."""
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
@@ -60,8 +57,12 @@ def build(kernel: Kernel, *, absent: tuple[str, ...] = (), pool: str = "fp32", u
         else:
             signature[name] = parameter.annotation_type
     names = [parameter.name for parameter in form.params]
-    source = ASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": warps, **options})
+    return assemble(ASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned), num_warps=warps, **options)
+
+
+def assemble(source: ASTSource, **options: Any) -> dict[str, Any]:
+    """What the assembler says of a kernel: registers, bytes of stack and of shared memory, instructions; operands that come late."""
+    compiled = triton.compile(source, target=HOPPER, options=options)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(compiled.asm["cubin"])

@@ -59,8 +59,8 @@ ATTRIBUTES = {
 }
 NAMES = {
     "BackendError", "BackendStatus", "Choice", "ContractError", "ContractTypeError", "InternalError", "KdaError", "PoolError", "PrefillPlan",
-    "Snapshots", "StatePool", "ValuesError", "WarmupReport", "backends", "chunk_kda", "explain", "explain_choice", "guards", "packed_decode_kda",
-    "plan_prefill", "recurrent_kda", "warmup",
+    "Snapshots", "StatePool", "TuningError", "ValuesError", "WarmupReport", "backends", "chunk_kda", "explain", "explain_choice", "guards",
+    "packed_decode_kda", "plan_prefill", "recurrent_kda", "warmup",
 }  # fmt: skip
 
 

@@ -298,6 +298,10 @@ def test_errors_import_nothing_but_themselves(module: str) -> None:
 
 @every_module
 def test_the_library_imports_torch_alone(module: str) -> None:
-    if layer(module) in APPLICATIONS or backend(module) not in (None, "reference", "torch") or module.startswith("kdaserve.ops.jit."):
+    if (
+        layer(module) in APPLICATIONS
+        or backend(module) not in (None, "reference", "torch")
+        or module.startswith(("kdaserve.ops.jit.", "kdaserve.ops.helion."))
+    ):
         return
     assert {name.split(".")[0] for name in imports(module, lazy=False)} <= {*sys.stdlib_module_names, "torch", "kdaserve"}

@@ -28,6 +28,7 @@ CLASSES = {
     "PoolError": (errors.PoolError, RuntimeError, "KDA1"),
     "BackendError": (errors.BackendError, RuntimeError, "KDA2"),
     "ValuesError": (errors.ValuesError, ValueError, "KDA3"),
+    "TuningError": (errors.TuningError, ValueError, "KDA4"),
     "InternalError": (errors.InternalError, RuntimeError, "KDA5"),
 }
 every_entry = pytest.mark.parametrize("entry", CATALOGUE.values(), ids=lambda entry: entry.code)

@@ -129,6 +129,10 @@ CASES: dict[str, tuple[list[tuple], list[tuple]]] = {
     "pool_sizes_fit": ([(4, 1, 2, 16, 32)], [(0, 1, 2, 16, 32), (4.0, 1, 2, 16, 32), (4, True, 2, 16, 32), (4, 1, 0, 16, 32), (4, 1, 2, 8, 32)]),
     "pool_has_room": ([(SimpleNamespace(free_slots=1),), (SimpleNamespace(free_slots=2), 2)], [(SimpleNamespace(free_slots=1), 2), (None,)]),
     "slot_is_held": ([(3, {1, 3})], [(2, {1, 3}), (-1, {1, 3}), (torch.tensor(3), {3}), (True, {1}), (None, {1})]),
+    "configurations_fit": (
+        [([],), ([{**dict.fromkeys(guards.CONFIGURATION), "config": {}}],)],
+        [({},), ([None],), ([{"config": {}}],), ([dict.fromkeys(guards.CONFIGURATION)],), (None,)],
+    ),
     "within_tolerance": ([(0.1, 0.1), (0.0, 0.1)], [(0.2, 0.1), (float("nan"), 0.1)]),
     "slots_in_range": (
         [([3, -1, 0], 4), (torch.tensor([3]), 4), ([], 4)],

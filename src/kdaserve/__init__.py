@@ -10,6 +10,7 @@ from kdaserve.errors import (
     InternalError,
     KdaError,
     PoolError,
+    TuningError,
     ValuesError,
     explain,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "PrefillPlan",
     "Snapshots",
     "StatePool",
+    "TuningError",
     "ValuesError",
     "WarmupReport",
     "backends",

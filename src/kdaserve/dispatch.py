@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable
@@ -121,6 +122,35 @@ def _sm90_unavailable() -> str | None:
     return None
 
 
+UNKNOWN = "of unknown version"
+OLDEST_HELION = (1, 4)
+
+
+def installed_version(package: str) -> str:
+    """The version of a package as its metadata tell, which a copied folder has not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return UNKNOWN
+
+
+@functools.cache
+def _helion_unavailable() -> str | None:
+    if importlib.util.find_spec("helion") is None:
+        return "helion is not installed: pip install 'kdaserve[helion]'"
+    if (reason := _triton_unavailable()) is not None:
+        return reason
+    found = installed_version("helion")
+    if tuple(int(part) for part in found.split(".")[:2] if part.isdigit()) < OLDEST_HELION and found != UNKNOWN:
+        return f"it needs helion {'.'.join(map(str, OLDEST_HELION))}, installed is {found}"
+    try:
+        importlib.import_module("helion")
+    except Exception as cause:
+        installed = ", ".join(f"{name} {installed_version(name)}" for name in ("helion", "torch", "triton"))
+        return f"{installed} do not work together: {type(cause).__name__}: {cause}"
+    return None
+
+
 BACKENDS: tuple[Backend, ...] = (
     Backend(
         name="sm90",
@@ -145,6 +175,17 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
         unavailable=_triton_unavailable,
+        in_triton=True,
+    ),
+    Backend(
+        name="helion",
+        role="the kernels of `triton` in Helion, PyTorch-like; to read and to retune",
+        module="kdaserve.ops.{op}.helion",
+        automatic=(),
+        devices=("cuda",),
+        dtypes=(torch.bfloat16, torch.float16, torch.float32),
+        gradients=False,
+        unavailable=_helion_unavailable,
         in_triton=True,
     ),
     Backend(

@@ -217,6 +217,17 @@ def plan_fits(plan: Any, sequences: int, rows: int) -> bool:
     return isinstance(lengths, tuple) and len(lengths) == sequences and sum(lengths) <= rows
 
 
+CONFIGURATION = ("kernel", "gpu", "dtypes", "constants", "config", "evidence")
+"""Fields of a tuned configuration."""
+
+
+def configurations_fit(entries: Any) -> bool:
+    """The content of a file of tuned configurations is a list of objects that have all fields."""
+    if not isinstance(entries, list):
+        return False
+    return all(isinstance(entry, dict) and entry.keys() >= {*CONFIGURATION} and isinstance(entry["config"], dict) for entry in entries)
+
+
 def within_tolerance(deviation: float, tolerance: float) -> bool:
     """`deviation` is a number, not NaN, and at most `tolerance`."""
     return deviation <= tolerance

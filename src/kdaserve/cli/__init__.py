@@ -1,4 +1,4 @@
-"""The command line: ``kdaserve demo | bench | warmup | check | explain | env | backends``."""
+"""The command line: ``kdaserve demo | bench | warmup | tune | check | explain | env | backends``."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from kdaserve.cli.check import check
 from kdaserve.cli.demo import demo
 from kdaserve.cli.env import backends, env
 from kdaserve.cli.explain import explain
+from kdaserve.cli.tune import tune
 from kdaserve.cli.warmup import warmup
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo)
 app.add_typer(bench, name="bench")
+app.add_typer(tune, name="tune")
 for command in (warmup, check, explain, env, backends):
     app.command()(command)
 

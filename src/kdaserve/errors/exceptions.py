@@ -44,11 +44,15 @@ class ValuesError(KdaError, ValueError):
     """The values inside a tensor are wrong (KDA3xx)."""
 
 
+class TuningError(KdaError, ValueError):
+    """Tuned configurations cannot be used (KDA4xx)."""
+
+
 class InternalError(KdaError, RuntimeError):
     """A fault of this library (KDA5xx)."""
 
 
-_CLASSES = {c.__name__: c for c in (ContractError, ContractTypeError, PoolError, BackendError, ValuesError, InternalError)}
+_CLASSES = {c.__name__: c for c in (ContractError, ContractTypeError, PoolError, BackendError, ValuesError, TuningError, InternalError)}
 
 
 def error(code: str, /, **details: object) -> KdaError:

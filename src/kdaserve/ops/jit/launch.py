@@ -141,7 +141,7 @@ class Launch:
                 unit = 1
         arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
         start = self._starts.get(unit) or self._find(unit)
-        if start is None or _profiled():
+        if start is None or profiled():
             return self._launch(tensors, arguments, unit)
         if self._encoded:
             addresses = self._mapped(start, addresses)
@@ -175,7 +175,7 @@ class Launch:
 
     def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
         described = [_descriptor(x, matrix) for x, matrix in zip(tensors, self._maps, strict=False)]
-        with ONE_AT_A_TIME, _quiet():
+        with ONE_AT_A_TIME, quiet():
             compiled = self._kernel.forms[unit][(self._programs,)](*described, *tensors[len(described) :], *arguments, **self._options)
         self._kernel.compiled[self._keys[unit]] = compiled if DIRECT else None
 
@@ -213,7 +213,7 @@ def _descriptor(tensor: Tensor | None, matrix: Matrix) -> Any:
     return TensorDescriptor(tensor, [matrix.rows, matrix.columns], [matrix.stride, 1], [*matrix.box], matrix.layout)
 
 
-def _quiet() -> contextlib.AbstractContextManager:
+def quiet() -> contextlib.AbstractContextManager:
     """The interpreter computes in numpy, which warns of what a GPU does without a word: infinities where a kernel masks them."""
     if not INTERPRETED:
         return contextlib.nullcontext()
@@ -222,7 +222,8 @@ def _quiet() -> contextlib.AbstractContextManager:
     return np.errstate(over="ignore", invalid="ignore")
 
 
-def _profiled() -> bool:
+def profiled() -> bool:
+    """Whether a profiler wants to hear of launches."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)
 

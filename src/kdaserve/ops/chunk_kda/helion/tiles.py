@@ -1,0 +1,127 @@
+"""What a prefill computes on tiles: plain functions, which Helion traces into the kernels that call them.
+
+A chunk of 64 tokens is two halves of 32. Sums of log decays are products with matrices of 0 and 1, on the matrix units: nothing cancels in them.
+"""
+
+from __future__ import annotations
+
+import helion.language as hl
+import torch
+from torch import Tensor
+
+from kdaserve.contract import CHUNK
+from kdaserve.ops.helion.math import LOG2_E, log2_decay, product
+
+HALF = CHUNK // 2
+LEVELS = HALF.bit_length() - 1
+WIDEST = 124.0
+"""The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
+LEAST_BOUND = -WIDEST / (HALF // 2 * LOG2_E)
+"""The bounded gate cannot decay the 16 tokens to the middle of a half by more than that, down to this `lower_bound`."""
+
+
+def first_unit(start: Tensor, n: Tensor) -> Tensor:
+    """The unit of the first chunk of sequence n, which starts at token `start` (see `space`)."""
+    return (start >> (CHUNK.bit_length() - 1)) + n
+
+
+def token_decay(x: Tensor, there: Tensor, a: Tensor | float, lower_bound: float, gate: str) -> Tensor:
+    """Log decay of the tokens that are there, in base 2. No result sees the bound of -1e6; sums need it to stay finite."""
+    g = log2_decay(x, a, lower_bound, gate)
+    if gate != "bounded":
+        g = torch.where(g < -1e6, -1e6, g)
+    return torch.where(there, g, 0.0)
+
+
+def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
+    """`x` as operands of `sums`, bf16 numbers that add up to it; itself where the products take fp32 (parts = 1)."""
+    found = []
+    for _ in range(parts - 1):
+        found.append(x.to(torch.bfloat16))
+        x = x - found[-1].to(torch.float32)
+    return (*found, x if parts == 1 else x.to(torch.bfloat16))
+
+
+def sums(pick: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
+    """E5: for each row the sum over the tokens that `pick` picks."""
+    pick = pick.to(parts[0].dtype)
+    total = product(pick, parts[0])
+    for part in parts[1:]:
+        total = product(pick, part, total)
+    return total
+
+
+def picks() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """For `sums` within a half: from its middle to the token, up to the token, after it, all."""
+    row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
+    late = col >= HALF // 2
+    around = torch.where(late & (col <= row), 1.0, 0.0) - torch.where(~late & (col > row), 1.0, 0.0)
+    return around, torch.where(col <= row, 1.0, 0.0), torch.where(col > row, 1.0, 0.0), torch.where(col >= 0 * row, 1.0, 0.0)
+
+
+def meet(k: Tensor, q: Tensor, e: Tensor, A: Tensor, qk: Tensor, op: torch.dtype) -> tuple[Tensor, Tensor]:
+    """E6 and the q.k of E10 inside a half, whose pairs meet at its middle; e is the log decay from there to the token."""
+    factor = torch.exp2(e)
+    cols = (k * torch.exp2(-e)).to(op).T
+    return product((k * factor).to(op), cols, A), product((q * factor).to(op), cols, qk)
+
+
+def meet_by_levels(k: Tensor, q: Tensor, parts: tuple[Tensor, ...], A: Tensor, qk: Tensor, op: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The same for any decay: neighbouring segments of 1, 2, 4, 8 and 16 tokens meet where they touch, all factors <= 1."""
+    row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
+    qk = qk + torch.where(row == col, (q * k).sum(1)[:, None], 0.0)
+    for level in range(LEVELS):
+        second = ((row >> level) & 1) == 1
+        pick = ((row >> level) == (col >> level)) & ((second & (col <= row)) | (~second & (col > row)))
+        factor = torch.exp2(sums(torch.where(pick, 1.0, 0.0), parts))
+        rows = (k * factor).to(op)
+        cols = rows.T
+        touch = (((row >> level) ^ (col >> level)) == 1) & (row > col)
+        A = A + torch.where(touch, product(rows, cols), 0.0)
+        qk = qk + torch.where(touch, product((q * factor).to(op), cols), 0.0)
+    return A, qk
+
+
+def inverse(A: Tensor, merge: torch.dtype) -> Tensor:
+    """E7 of a half: from blocks of 2 to the whole by halves, [[M1, 0], [-M2 A21 M1, M2]]."""
+    row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
+    A = torch.where(row > col, A, 0.0)
+    M = torch.where(row == col, 1.0, torch.where((row ^ col) == 1, -A, 0.0))
+    for level in range(1, LEVELS):
+        A21 = torch.where(((row >> level) ^ (col >> level)) == 1, A, 0.0).to(merge)
+        half = M.to(merge)
+        M = M - product(product(half, A21).to(merge), half)
+    return M
+
+
+def across(x: Tensor, transposed: bool) -> Tensor:
+    """Numbers of the channels of K, as they lie across a state."""
+    return x[None, :] if transposed else x[:, None]
+
+
+def turned(x: Tensor, transposed: bool) -> Tensor:
+    """A tile [rows, V], or its transpose, from the other."""
+    return x.T if transposed else x
+
+
+def read(rows: Tensor, state: Tensor, transposed: bool) -> Tensor:
+    """What rows `[C, K]` read from a state."""
+    return product(state, rows.T) if transposed else product(rows, state)
+
+
+def through_chunk(
+    S: Tensor, state: Tensor, r: Tensor, qd: Tensor, ke: Tensor, qk: Tensor, M: Tensor, decay: Tensor, transposed: bool, op: torch.dtype
+):
+    """E9 to E11 of one chunk: the new state and the output. r is v - (k exp G) S, `state` the state as an operand, and beta is in M.
+
+    v' enters its products as two bf16 numbers. With equal keys its rows are differences that add up again in E10 and E11, and so would the
+    rounding of one: 2.6e-2 of the output.
+    """
+    o = read(qd, state, transposed)
+    S = S * decay
+    r = product(r, M.T) if transposed else product(M, r)  # E9
+    high = r.to(op)
+    for part in (high, (r - high.to(torch.float32)).to(op)) if op == torch.bfloat16 else (high,):
+        o = product(part, qk.T, o) if transposed else product(qk, part, o)  # E10
+        S = product(part, ke, S) if transposed else product(ke.T, part, S)  # E11
+    return S, o
