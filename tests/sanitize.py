@@ -12,6 +12,9 @@ import os
 
 os.environ.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")  # every tensor an allocation of its own, whose ends memcheck knows
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from conftest import Call, Target, serving_targets
@@ -23,20 +26,26 @@ from test_gpu_forms import moved
 from test_pool_semantics import with_tail
 from test_prefill_semantics import observed
 
-BF16, FP16 = torch.bfloat16, torch.float16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
-def prefills(device: str) -> list[Call]:
-    """Gates, dimensions, heads, states handed out, padding rows and sequences, empty sequences, any memory."""
+def prefills(target: Target) -> list[Call]:
+    """Gates, dimensions, heads, states handed out, padding rows and sequences, empty sequences, any memory; in the one size if there is one."""
+    device, dim = target.device, target.row.dim
+
+    def made(inputs: Callable[..., Call], lengths: list[int], dtype: torch.dtype = BF16, dims: tuple[int, int] = (16, 16), **options: Any) -> Call:
+        k_dim, v_dim = dims if dim is None else (dim, dim)
+        return inputs(lengths, dtype=dtype if dim is None else BF16, k_dim=k_dim, v_dim=v_dim, device=device, **options)
+
     calls = [
-        prefill_inputs([70], heads=1, dtype=BF16, device=device),
-        observed([65, 0, 3], heads=1, v_heads=2, k_dim=64, v_dim=48, dtype=BF16, device=device),
-        observed([0, 5, 64, 0], k_dim=48, v_dim=64, pool_dtype=BF16, gate="softplus", beta_is_raw=True, device=device),
-        observed([66, 1], heads=1, k_dim=32, v_dim=16, dtype=FP16, pool_dtype=FP16, gate="none", device=device),
-        prefill_inputs([0, 0], dtype=BF16, device=device),
-        prefill_inputs([33, 33], batched=True, heads=1, v_heads=3, dtype=BF16, device=device),
-        prefill_inputs([3] * 40, heads=1, dtype=BF16, device=device),
-        prefill_inputs([40, 2], heads=1, k_dim=128, v_dim=128, dtype=BF16, gate="softplus", device=device),
+        made(prefill_inputs, [70], heads=1),
+        made(observed, [65, 0, 3], dims=(64, 48), heads=1, v_heads=2),
+        made(observed, [0, 5, 64, 0], FP32, (48, 64), pool_dtype=BF16, gate="softplus", beta_is_raw=True),
+        made(observed, [66, 1], FP16, (32, 16), heads=1, pool_dtype=FP16, gate="none"),
+        made(prefill_inputs, [0, 0]),
+        made(prefill_inputs, [33, 33], batched=True, heads=1, v_heads=3),
+        made(prefill_inputs, [3] * 40, heads=1),
+        made(prefill_inputs, [40, 2], dims=(128, 128), heads=1, gate="softplus"),
     ]
     for call, gate in ((calls[2], "softplus"), (calls[3], "none"), (calls[7], "softplus")):
         call["g"] = decay_in_places(call["g"], gate)
@@ -65,8 +74,9 @@ def decodes(device: str) -> list[Call]:
 
 def run(target: Target) -> int:
     """Runs all calls; how many."""
-    jobs = [(op, call) for op in ("chunk_kda", "recurrent_kda") for call in prefills(target.device)]
+    jobs = [(op, call) for op in ("chunk_kda", "recurrent_kda") for call in prefills(target)]
     jobs += [(DECODE, call) for call in decodes(target.device)]
+    jobs = [(op, call) for op, call in jobs if op in target.row.ops]
     for op, call in jobs:
         target.run(op, call)
     return len(jobs)
