@@ -55,10 +55,10 @@ class Group:
 
 
 class Program:
-    """One program while it runs."""
+    """One of `programs` while it runs."""
 
-    def __init__(self, i: int, warps: int, eager: bool) -> None:
-        self.i, self.warps, self.eager = i, warps, eager
+    def __init__(self, i: int, programs: int, warps: int, eager: bool) -> None:
+        self.i, self.programs, self.warps, self.eager = i, programs, warps, eager
         self.groups = [Group("default")]
         self.turn = self.groups[0]
         self.failure: BaseException | None = None
@@ -220,7 +220,8 @@ class Pointer:
         return self + -torch.as_tensor(offset).long()
 
     def to(self, dtype: torch.dtype) -> Tensor:
-        return self.offset.to(dtype)
+        """For what is brought to a cache."""
+        return self.where(None)[0].to(dtype)
 
     def where(self, mask: Any, *shapes: Any) -> tuple[Tensor, Tensor]:
         """Offsets and mask in full; what is not masked must lie within the storage."""
@@ -280,7 +281,7 @@ class Function:
         values = {name: _argument(value, parameters[name].annotation) for name, value in bound.items()}
         global PROGRAM
         for i in range(programs):
-            PROGRAM = Program(i, num_warps, EAGER)
+            PROGRAM = Program(i, programs, num_warps, EAGER)
             self.function(**values)
             default = PROGRAM.groups[0]
             for product in default.products:
@@ -301,8 +302,16 @@ def _without_changes_in_place(function: Callable) -> Callable:
     ast.increment_lineno(tree, first - 1)
     tree.body[0].decorator_list = []
     found: dict[str, Any] = {}
-    exec(compile(tree, inspect.getfile(function), "exec", dont_inherit=True), function.__globals__, found)
+    space = function.__globals__
+    if space.get("tl") is tl:  # of a module that Triton's kernels share
+        space = {**space, **_plain(space), "tl": _LANGUAGE}
+    exec(compile(tree, inspect.getfile(function), "exec", dont_inherit=True), space, found)
     return found[function.__name__]
+
+
+def _plain(space: dict[str, Any]) -> dict[str, Any]:
+    """Constants as the numbers they are."""
+    return {name: value.value for name, value in space.items() if isinstance(value, tl.constexpr)}
 
 
 def _argument(value: Any, annotation: Any) -> Any:
@@ -563,7 +572,7 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Any], dtyp
     def value(name: str) -> Tensor:
         if name in registers:
             return registers[name]
-        bits = int(name, 0) & 0xFFFFFFFF
+        bits = 0 if name.startswith("$") else int(name, 0) & 0xFFFFFFFF
         return torch.full_like(like, bits - (bits >> 31 << 32), dtype=torch.int32)
 
     for line in asm.replace("{", "").replace("}", "").split(";"):
@@ -573,6 +582,8 @@ def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Any], dtyp
         operation = re.sub(r"\.(rn|approx|ftz|sat)\b", "", words[0])
         target, *sources = (name.strip() for name in words[1].split(","))
         registers[target] = INSTRUCTIONS[operation](*map(value, sources))
+        if ".ftz" in words[0]:
+            registers[target][registers[target].view(torch.float32).abs() < torch.finfo(torch.float32).tiny] = 0
     types_of, found, used = dtype if isinstance(dtype, (tuple, list)) else [dtype], [], 0
     for each in types_of:
         count = pack * each.itemsize // 4
@@ -590,6 +601,7 @@ LANGUAGE: dict[str, Any] = {
     "int1": torch.bool,
     "constexpr": tl.constexpr,
     "program_id": lambda axis: scalar(PROGRAM.i),
+    "num_programs": lambda axis: scalar(PROGRAM.programs),
     "num_warps": lambda: PROGRAM.warps,
     "arange": lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32),
     "zeros": lambda shape, dtype, layout=None: torch.zeros([*shape], dtype=dtype),
@@ -645,18 +657,18 @@ MODULES = {
 
 
 def load_modules(package: str, *names: str) -> list[types.ModuleType]:
-    """Copies of modules of a package, imported with this in Gluon's place. Others of the package that they import are copied as well."""
+    """Copies of modules of a package, "" for itself, imported with this in Gluon's place. Others of it that they import are copied as well."""
     parent, _, last = package.rpartition(".")
     holder = importlib.import_module(parent)
     with mock.patch.dict(sys.modules, MODULES), mock.patch.object(holder, last, None, create=True):
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[name]
-        found = [importlib.import_module(f"{package}.{name}") for name in names]
+        found = [importlib.import_module(f"{package}.{name}".rstrip(".")) for name in names]
         copies = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
     for module in copies:
         space = vars(module)
         if any(value is _LANGUAGE for value in space.values()):  # constants are plain numbers there, and loop variables tensors
-            space.update({name: value.value for name, value in space.items() if isinstance(value, tl.constexpr)}, range=integers)
+            space.update(_plain(space), range=integers)
     return found
 
 
