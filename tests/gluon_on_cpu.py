@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import dataclasses
 import functools
 import importlib
 import inspect
 import itertools
 import math
-import re
 import sys
 import textwrap
 import threading
@@ -35,229 +33,13 @@ from torch import Tensor
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from gluon_assembly import inline_asm_elementwise, scalar
+from gluon_machine import Barrier, Descriptor, Group, Pointer, Product, Program, Shared
+
 INTEGERS = {torch.bool, torch.int8, torch.int16, torch.int32, torch.int64}
-
-
-class DeadlockError(RuntimeError):
-    """All groups of warps wait."""
-
-
-class Group:
-    """Warps that run the same code."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.products: list[Product] = []
-        self.stores: list[Callable[[], None]] = []
-        self.ready: Callable[[], bool] = lambda: True
-        self.waits_for = ""
-        self.done = False
-
-
-class Program:
-    """One program while it runs."""
-
-    def __init__(self, i: int, warps: int, eager: bool) -> None:
-        self.i, self.warps, self.eager = i, warps, eager
-        self.groups = [Group("default")]
-        self.turn = self.groups[0]
-        self.failure: BaseException | None = None
-        self.changed = threading.Condition()
-        self.memory: list[Shared] = []
-        self.barriers: dict[int, Barrier] = {}
-
-    def give_way(self, ready: Callable[[], bool] = lambda: True, waits_for: str = "") -> None:
-        """The group whose turn it is goes on once it is `ready`; until then, or where others go first, others do."""
-        group = self.turn
-        group.ready, group.waits_for = ready, waits_for
-        with self.changed:
-            self._pass_on(group)
-            while self.turn is not group and self.failure is None:
-                self.changed.wait()
-        if self.failure is not None:
-            raise self.failure
-
-    def end(self, group: Group) -> None:
-        group.done = True
-        with self.changed:
-            self._pass_on(group)
-
-    def fail(self, failure: BaseException) -> None:
-        with self.changed:
-            self.failure = self.failure or failure
-            self.changed.notify_all()
-
-    def _pass_on(self, group: Group) -> None:
-        i = self.groups.index(group)
-        others = self.groups[i + 1 :] + self.groups[:i]
-        waiting = [g for g in ([*others, group] if self.eager else [group, *others]) if not g.done]
-        following = next((g for g in waiting if g.ready()), None)
-        if following is None:
-            self.failure = DeadlockError("; ".join(f"{g.name} waits for {g.waits_for}" for g in waiting))
-        else:
-            self.turn = following
-        self.changed.notify_all()
-
-
 PROGRAM: Program
+"""The one that runs."""
 EAGER = False
-
-
-class Barrier:
-    """An mbarrier."""
-
-    def __init__(self, count: int) -> None:
-        self.count = self.pending = count
-        self.bytes = 0
-        self.phase = 0
-
-    def change(self, arrivals: int = 0, size: int = 0) -> None:
-        self.pending -= arrivals
-        self.bytes += size
-        assert self.pending >= 0, "more arrivals at a barrier than it counts"
-        if self.pending == 0 and self.bytes == 0:
-            self.phase ^= 1
-            self.pending = self.count
-
-
-@dataclasses.dataclass
-class Shared:
-    """A part of shared memory. `written` of the whole allocation says how far ordinary stores are from being seen by asynchronous reads."""
-
-    x: Tensor
-    whole: Shared | None = None
-    layout: Any = None
-    written: str = ""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    @property
-    def shape(self) -> list[int]:
-        return [*self.x.shape]
-
-    @property
-    def owner(self) -> Shared:
-        return self.whole or self
-
-    def load(self, layout: Any = None) -> Tensor:
-        return self.x.clone()
-
-    def store(self, value: Tensor) -> None:
-        assert (value.shape, value.dtype) == (self.x.shape, self.x.dtype), (value.shape, self.x.shape, value.dtype, self.x.dtype)
-        self.x.copy_(value)
-        self.owner.written = "written"
-
-    def _part(self, x: Tensor, layout: Any = None) -> Shared:
-        return Shared(x, self.owner, layout or self.layout)
-
-    def index(self, i: Any) -> Shared:
-        assert 0 <= int(i) < len(self.x), "outside of shared memory"
-        return self._part(self.x[int(i)])
-
-    def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
-        return self._part(self.x.narrow(dim, int(start), length))
-
-    def permute(self, order: Sequence[int]) -> Shared:
-        return self._part(self.x.permute(*order))
-
-    def reshape(self, shape: Sequence[int]) -> Shared:
-        return self._part(self.x.view(*shape))
-
-    def _reinterpret(self, dtype: torch.dtype, shape: Sequence[int], layout: Any) -> Shared:
-        flat = self.x.reshape(-1).view(dtype)
-        assert flat.data_ptr() == self.x.data_ptr(), "of contiguous memory"
-        return self._part(flat[: math.prod(shape)].view(*shape), layout)
-
-    def _keep_alive(self) -> None:
-        pass
-
-    def read(self) -> Tensor:
-        """By the matrix units or TMA."""
-        assert not self.owner.written, f"an asynchronous read of what threads have {self.owner.written}, with no barrier behind a fence"
-        return self.x
-
-
-class Product:
-    """A matrix product in flight."""
-
-    def __init__(self, a: Any, b: Shared, acc: Any, use_acc: Any) -> None:
-        self.a, self.b, self.acc, self.use_acc = a, b, acc, bool(use_acc)
-        self.value: Tensor | None = None
-
-    def compute(self) -> None:
-        a = self.a.read() if isinstance(self.a, Shared) else self.a
-        assert a.dtype == self.b.dtype, (a.dtype, self.b.dtype)
-        value = a.float() @ self.b.read().float()
-        if self.use_acc:
-            before = self.acc.value if isinstance(self.acc, Product) else self.acc
-            assert before is not None
-            value = before + value
-        self.value = value
-
-
-class Pointer:
-    """A pointer, or a block of them, into the storage of a tensor."""
-
-    def __init__(self, base: Tensor, offset: Any) -> None:
-        self.base, self.offset = base, offset
-
-    @classmethod
-    def to_tensor(cls, x: Tensor) -> Pointer:
-        return cls(x.new_empty(0).set_(x.untyped_storage()), torch.tensor(x.storage_offset()))
-
-    @property
-    def dtype(self) -> Any:
-        return types.SimpleNamespace(element_ty=self.base.dtype)
-
-    def __add__(self, offset: Any) -> Pointer:
-        return Pointer(self.base, self.offset + torch.as_tensor(offset).long())
-
-    __radd__ = __add__
-
-    def __sub__(self, offset: Any) -> Pointer:
-        return self + -torch.as_tensor(offset).long()
-
-    def to(self, dtype: torch.dtype) -> Tensor:
-        return self.offset.to(dtype)
-
-    def where(self, mask: Any, *shapes: Any) -> tuple[Tensor, Tensor]:
-        """Offsets and mask in full; what is not masked must lie within the storage."""
-        m = torch.as_tensor(True if mask is None else mask)
-        shape = torch.broadcast_shapes(self.offset.shape, m.shape, *shapes)
-        offset, m = self.offset.expand(shape), m.expand(shape)
-        assert bool(((offset >= 0) & (offset < len(self.base)))[m].all()), "outside of a tensor"
-        return offset, m
-
-
-@dataclasses.dataclass
-class Descriptor:
-    """A tensor map."""
-
-    x: Tensor
-    block: list[int]
-    layout: Any
-
-    @classmethod
-    def of(cls, d: TensorDescriptor) -> Descriptor:
-        return cls(d.base.as_strided(d.shape, d.strides), d.block_shape, d.layout)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    def copy(self, corner: Sequence[Any], box: Tensor, out: bool) -> None:
-        """Between a box of the tensor and shared memory; what lies outside is read as zero, and not written."""
-        assert [*box.shape] == [*self.block], (box.shape, self.block)
-        spans = [(max(int(c), 0), min(int(c) + n, size)) for c, n, size in zip(corner, self.block, self.x.shape, strict=True)]
-        if not out:
-            box.zero_()
-        if any(a >= b for a, b in spans):
-            return
-        there = self.x[tuple(slice(a, b) for a, b in spans)]
-        here = box[tuple(slice(a - int(c), b - int(c)) for (a, b), c in zip(spans, corner, strict=True))]
-        there.copy_(here) if out else here.copy_(there)
 
 
 class Function:
@@ -280,7 +62,7 @@ class Function:
         values = {name: _argument(value, parameters[name].annotation) for name, value in bound.items()}
         global PROGRAM
         for i in range(programs):
-            PROGRAM = Program(i, num_warps, EAGER)
+            PROGRAM = Program(i, programs, num_warps, EAGER)
             self.function(**values)
             default = PROGRAM.groups[0]
             for product in default.products:
@@ -301,8 +83,16 @@ def _without_changes_in_place(function: Callable) -> Callable:
     ast.increment_lineno(tree, first - 1)
     tree.body[0].decorator_list = []
     found: dict[str, Any] = {}
-    exec(compile(tree, inspect.getfile(function), "exec", dont_inherit=True), function.__globals__, found)
+    space = function.__globals__
+    if space.get("tl") is tl:  # of a module that Triton's kernels share
+        space = {**space, **_plain(space), "tl": _LANGUAGE}
+    exec(compile(tree, inspect.getfile(function), "exec", dont_inherit=True), space, found)
     return found[function.__name__]
+
+
+def _plain(space: dict[str, Any]) -> dict[str, Any]:
+    """Constants as the numbers they are."""
+    return {name: value.value for name, value in space.items() if isinstance(value, tl.constexpr)}
 
 
 def _argument(value: Any, annotation: Any) -> Any:
@@ -324,12 +114,6 @@ def constexpr_function(function: Callable) -> Callable:
 
 
 # The language.
-
-
-def scalar(value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value, dtype=torch.bool if isinstance(value, bool) else torch.int32 if isinstance(value, int) else torch.float32)
 
 
 def alike(x: Any, y: Any) -> tuple[Tensor, Tensor]:
@@ -510,78 +294,6 @@ def store_wait(pendings: int) -> None:
         stores.pop(0)()
 
 
-# Inline assembly: a line at a time on 32-bit registers, which are int32 tensors here.
-
-
-def _float(function: Callable) -> Callable:
-    return lambda *args: function(*(x.view(torch.float32) for x in args)).float().view(torch.int32)
-
-
-def _pair(dtype: torch.dtype) -> Callable:
-    def packed(high: Tensor, low: Tensor) -> Tensor:
-        return torch.stack([x.view(torch.float32).to(dtype) for x in (low, high)], -1).view(torch.int32).squeeze(-1)
-
-    return packed
-
-
-INSTRUCTIONS: dict[str, Callable] = {
-    "mov.b32": lambda x: x,
-    "and.b32": torch.bitwise_and,
-    "or.b32": torch.bitwise_or,
-    "xor.b32": torch.bitwise_xor,
-    "shl.b32": torch.bitwise_left_shift,
-    "add.f32": _float(torch.add),
-    "sub.f32": _float(torch.sub),
-    "mul.f32": _float(torch.mul),
-    "fma.f32": _float(lambda x, y, z: x.double() * y + z),
-    "neg.f32": _float(torch.neg),
-    "max.f32": _float(torch.maximum),
-    "min.f32": _float(torch.minimum),
-    "ex2.f32": _float(torch.exp2),
-    "lg2.f32": _float(torch.log2),
-    "rcp.f32": _float(torch.reciprocal),
-    "rsqrt.f32": _float(torch.rsqrt),
-    "cvt.bf16x2.f32": _pair(torch.bfloat16),
-    "cvt.f16x2.f32": _pair(torch.float16),
-}
-"""Without what says how to round."""
-
-
-def inline_asm_elementwise(asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_pure: bool, pack: int) -> Any:
-    args = torch.broadcast_tensors(*map(scalar, args)) if args else ()
-    shape = args[0].shape if args else ()
-    outputs = sum(c.strip().startswith("=") for c in constraints.split(","))
-    registers: dict[str, Tensor] = {}
-    for x in args:
-        words = x.reshape(-1, pack).contiguous()
-        if x.element_size() < 8:
-            words = words.view(torch.int32)
-        for word in words.unbind(-1):
-            registers[f"${outputs + len(registers)}"] = word.contiguous()
-    like = next(iter(registers.values()), torch.zeros(1, dtype=torch.int32))
-
-    def value(name: str) -> Tensor:
-        if name in registers:
-            return registers[name]
-        bits = int(name, 0) & 0xFFFFFFFF
-        return torch.full_like(like, bits - (bits >> 31 << 32), dtype=torch.int32)
-
-    for line in asm.replace("{", "").replace("}", "").split(";"):
-        words = line.split("//")[0].split(None, 1)
-        if not words or words[0].split(".")[0] in ("", "prefetch", "griddepcontrol"):
-            continue
-        operation = re.sub(r"\.(rn|approx|ftz|sat)\b", "", words[0])
-        target, *sources = (name.strip() for name in words[1].split(","))
-        registers[target] = INSTRUCTIONS[operation](*map(value, sources))
-    types_of, found, used = dtype if isinstance(dtype, (tuple, list)) else [dtype], [], 0
-    for each in types_of:
-        count = pack * each.itemsize // 4
-        words = torch.stack([value(f"${used + i}") for i in range(count)], -1)
-        found.append(words.view(each).reshape(shape))
-        used += count
-    return tuple(found) if isinstance(dtype, (tuple, list)) else found[0]
-
-
 LANGUAGE: dict[str, Any] = {
     **{name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "int8", "int16", "int32", "int64", "uint8")},
     **{name: getattr(torch, name) for name in ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "zeros_like")},
@@ -590,6 +302,7 @@ LANGUAGE: dict[str, Any] = {
     "int1": torch.bool,
     "constexpr": tl.constexpr,
     "program_id": lambda axis: scalar(PROGRAM.i),
+    "num_programs": lambda axis: scalar(PROGRAM.programs),
     "num_warps": lambda: PROGRAM.warps,
     "arange": lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32),
     "zeros": lambda shape, dtype, layout=None: torch.zeros([*shape], dtype=dtype),
@@ -645,18 +358,18 @@ MODULES = {
 
 
 def load_modules(package: str, *names: str) -> list[types.ModuleType]:
-    """Copies of modules of a package, imported with this in Gluon's place. Others of the package that they import are copied as well."""
+    """Copies of modules of a package, "" for itself, imported with this in Gluon's place. Others of it that they import are copied as well."""
     parent, _, last = package.rpartition(".")
     holder = importlib.import_module(parent)
     with mock.patch.dict(sys.modules, MODULES), mock.patch.object(holder, last, None, create=True):
         for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[name]
-        found = [importlib.import_module(f"{package}.{name}") for name in names]
+        found = [importlib.import_module(f"{package}.{name}".rstrip(".")) for name in names]
         copies = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
     for module in copies:
         space = vars(module)
         if any(value is _LANGUAGE for value in space.values()):  # constants are plain numbers there, and loop variables tensors
-            space.update({name: value.value for name, value in space.items() if isinstance(value, tl.constexpr)}, range=integers)
+            space.update(_plain(space), range=integers)
     return found
 
 

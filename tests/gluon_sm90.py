@@ -5,7 +5,10 @@ Compiling needs a process in which triton does not interpret.
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import json
+import os
 import re
 import subprocess
 import sys
@@ -20,22 +23,27 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import create_function_from_signature
 
+from kdaserve.ops.chunk_kda.sm90 import REGISTERS
 from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.jit.launch import UNIT, Kernel
 from sm90 import HOPPER, INTEGERS, STATES, TOOLS
 
 MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
 """Dtype, None for that of the inputs, box and layout."""
 CHAIN: dict[str, Any] = {"EARLY": True, "TOP": True, "SOON": True, "LOW_PART": "both", "PDL": True}
+PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "MARK": False, "ROLLED": False, "PDL": True, "maxnreg": REGISTERS}
+READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel: "wgmma.mma_async"}
+"""The first instruction that reads, past the caches of the threads, what they have written to shared memory."""
 
 
-def build(
-    kernel: Kernel, constants: dict[str, Any], absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT
-) -> dict:
-    """Registers, bytes of stack and of shared memory, products, and what the assembler warns of."""
+def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT, **constants: Any) -> dict:
+    """Registers, bytes of stack and of shared memory, products, loads and stores, and what the assembler warns of."""
     form = kernel.forms[unit]
+    options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {f"p_{name}": "i32" for name in (*INTEGERS, "order")} | {"p_track": "fp32", "p_pool": pool}
+    types = {f"p_{name}": "i32" for name in (*INTEGERS, "order")} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "header")}
+    types |= {"p_pool": pool, "p_tiles": "bf16"}
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):
         name = parameter.name
@@ -52,7 +60,7 @@ def build(
             signature[name] = parameter.annotation_type
     names = [parameter.name for parameter in form.params]
     source = GluonASTSource(form, signature, {(names.index(name),): value for name, value in values.items()}, aligned)
-    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4})
+    compiled = triton.compile(source, target=HOPPER, options={"num_warps": 4, **options})
     with tempfile.TemporaryDirectory() as folder:
         ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(compiled.asm["ptx"])
@@ -67,9 +75,18 @@ def build(
         "shared": compiled.metadata.shared,
         "scratch": compiled.metadata.global_scratch_size + compiled.metadata.profile_scratch_size,
         "products": len(re.findall(r"\bHGMMA\.", sass)),
-        "stores": sorted(set(re.findall(r"\bSTG\.[A-Z0-9.]+", sass))),
+        "stores": collections.Counter(re.findall(r"\bSTG\.[A-Z0-9.]+", sass)),
+        "loads": collections.Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", sass)),
+        "fenced": fenced(compiled.asm["ptx"], READERS[kernel]),
         "warnings": [line for line in (said.stdout + said.stderr).splitlines() if "wgmma" in line.lower()],
     }
+
+
+def fenced(ptx: str, reader: str) -> bool:
+    """Whether between the last writing to shared memory and its first reader there is a fence, and a barrier behind it."""
+    before = ptx[: ptx.index(reader)]
+    writing = max(match.end() for match in re.finditer(r"\b(st\.shared|stmatrix)", before))
+    return re.search(r"fence\.proxy\.async.*\bbar(rier)?\.sync", before[writing:], re.DOTALL) is not None
 
 
 def compilations(kernel: Kernel, unit: int) -> int:
@@ -81,28 +98,36 @@ def compilations(kernel: Kernel, unit: int) -> int:
     for number in (0, 1, 3, 8, 16, 2**33):
         for offset in (0,) if unit > 1 else (0, 1):
             shape, base = max(number, 1), torch.zeros(64, dtype=torch.bfloat16)
-            maps = [TensorDescriptor(base, [shape, shape], [8 * shape, 1], box, layout) for _, box, layout in MAPS.values()]
+            maps = [TensorDescriptor(base, [shape, shape], [8 * shape, 1], *MAPS[name][1:]) for name in kernel.maps]
             pointers = [torch.zeros(16)[offset if p.do_not_specialize_on_alignment else 0 :] for p in form.params if p.name in kernel.pointers]
-            found.add(str(types(*maps, *pointers, *[number] * len(kernel.numbers), *constants)[1]))
+            numbers = [float(number) if p.annotation_type == "fp32" else number for p in form.params if p.name in kernel.numbers]
+            found.add(str(types(*maps, *pointers, *numbers, *constants)[1]))
     return len(found)
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
-    "chain": {"absent": (*STATES, "p_order")},
-    "chain-late": {"absent": (*STATES, "p_order"), "EARLY": False},
-    "chain-order": {"absent": STATES},
-    "chain-one-part": {"absent": (*STATES, "p_order"), "LOW_PART": "none"},
-    "chain-16-bits": {"absent": (*STATES, "p_order"), "inputs": "fp16", "pool": "bf16"},
-    "chain-any-memory": {"absent": (*STATES, "p_order"), "unit": 1},
-    "chain-h-track": {"absent": ("p_sequence", "p_tokens", "p_slot")},
-    "chain-states": {"SOON": False},
+    "chain": {**CHAIN, "absent": (*STATES, "p_order")},
+    "chain-late": {**CHAIN, "absent": (*STATES, "p_order"), "EARLY": False},
+    "chain-order": {**CHAIN, "absent": STATES},
+    "chain-one-part": {**CHAIN, "absent": (*STATES, "p_order"), "LOW_PART": "none"},
+    "chain-16-bits": {**CHAIN, "absent": (*STATES, "p_order"), "inputs": "fp16", "pool": "bf16"},
+    "chain-any-memory": {**CHAIN, "absent": (*STATES, "p_order"), "unit": 1},
+    "chain-h-track": {**CHAIN, "absent": ("p_sequence", "p_tokens", "p_slot")},
+    "chain-states": {**CHAIN, "SOON": False},
+    "prepare": {**PREPARE, "absent": ("p_order",)},
+    "prepare-order": PREPARE,
+    "prepare-batch": {**PREPARE, "absent": ("p_cu", "p_order")},
+    "prepare-fp16": {**PREPARE, "absent": ("p_order",), "inputs": "fp16"},
+    "prepare-marked": {**PREPARE, "absent": ("p_order",), "MARK": True},
+    "prepare-softplus": {**PREPARE, "absent": ("p_order",), "GATE": "softplus", "MARK": True},
+    "prepare-no-gate": {**PREPARE, "absent": ("p_A_log", "p_dt_bias", "p_order"), "GATE": "none", "MARK": True},
+    "prepare-any-memory": {**PREPARE, "absent": ("p_order",), "unit": 1},
 }
+KERNELS = {"chain": chain_kernel, "prepare": prepare_kernel}
 
 if __name__ == "__main__":
-    built = {}
-    for name in sys.argv[1:] or VARIANTS:
-        options = dict(VARIANTS[name])
-        constants = CHAIN | {key: options.pop(key) for key in [*options] if key in CHAIN}
-        built[name] = build(chain_kernel, constants, **options)
-    counts = {f"{chain_kernel.name}, UNIT {unit}": compilations(chain_kernel, unit) for unit in chain_kernel.forms}
+    with concurrent.futures.ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        names = sys.argv[1:] or [*VARIANTS]
+        built = dict(zip(names, pool.map(lambda name: build(KERNELS[name.split("-")[0]], **VARIANTS[name]), names), strict=True))
+    counts = {f"{kernel.name}, UNIT {unit}": compilations(kernel, unit) for kernel in KERNELS.values() for unit in kernel.forms}
     print(json.dumps({"variants": built, "compilations": counts}))

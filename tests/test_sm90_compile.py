@@ -12,13 +12,34 @@ from typing import Any
 import pytest
 
 pytest.importorskip("triton")
+
+from kdaserve.ops.chunk_kda.sm90 import PROGRAMS, REGISTERS
+
 pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("gluon_sm90.py")
-NAMES = ("chain", "chain-late", "chain-order", "chain-one-part", "chain-16-bits", "chain-any-memory", "chain-h-track", "chain-states")
+CHAIN = ("chain", "chain-late", "chain-order", "chain-one-part", "chain-16-bits", "chain-any-memory", "chain-h-track", "chain-states")
+PREPARE = {
+    # Three programs share the registers of a multiprocessor, which leaves 168 a thread. A few numbers do not fit, once a chunk.
+    "prepare": 24,
+    "prepare-order": 0,
+    "prepare-batch": 0,
+    "prepare-fp16": 8,
+    # The largest decay of each channel, for the mark, is carried through both slices.
+    "prepare-marked": 48,
+    "prepare-softplus": 40,
+    "prepare-no-gate": 48,
+    # Addresses of single elements take the place of those of vectors. What is not aligned is read correctly, not fast.
+    "prepare-any-memory": 1088,
+}
+"""Bytes of stack a thread, at most."""
+NAMES = (*CHAIN, *PREPARE)
 SHARED = 227 * 1024
 """Bytes of shared memory that a program may use on Hopper."""
+TAKEN = 1024
+"""Bytes of a multiprocessor's shared memory that each program takes besides; there are as many more than `SHARED`."""
 every = pytest.mark.parametrize("name", NAMES)
+prepares = pytest.mark.parametrize("name", PREPARE)
 
 
 @pytest.fixture(scope="session")
@@ -45,15 +66,24 @@ def test_every_variant_has_a_name(built: dict[str, dict[str, Any]]):
 
 
 @every
-def test_nothing_spills(built: dict[str, dict[str, Any]], name: str):
-    assert built[name]["stack"] == 0
+def test_nothing_spills_but_what_must(built: dict[str, dict[str, Any]], name: str):
+    assert built[name]["stack"] <= PREPARE.get(name, 0)
 
 
 @every
 def test_products_run_side_by_side(built: dict[str, dict[str, Any]], name: str):
-    """The assembler warns where it puts a wait behind every product. Eleven products a chunk, eight with v' in one part, each four instructions."""
+    """The assembler warns where it puts a wait behind every product. Each is four instructions.
+
+    Of the chain eleven products a chunk, eight with v' in one part; of prepare six a slice of channels.
+    """
     assert built[name]["warnings"] == []
-    assert built[name]["products"] == (32 if name == "chain-one-part" else 44)
+    assert built[name]["products"] == (48 if name in PREPARE else 32 if name == "chain-one-part" else 44)
+
+
+@every
+def test_asynchronous_reads_see_what_threads_have_written(built: dict[str, dict[str, Any]], name: str):
+    """The products of prepare and the copies of the chain: a fence behind the writing, and a barrier behind the fence."""
+    assert built[name]["fenced"]
 
 
 @every
@@ -62,7 +92,26 @@ def test_fits(built: dict[str, dict[str, Any]], name: str):
     assert built[name]["scratch"] == 0, "memory of its own, which a direct launch does not give it"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "chain-any-memory"])
+@prepares
+def test_programs_of_prepare_run_side_by_side(built: dict[str, dict[str, Any]], name: str):
+    """As many on a multiprocessor as the host counts on, of 128 threads."""
+    assert built[name]["registers"] <= REGISTERS
+    assert PROGRAMS * 128 * REGISTERS <= 2**16
+    assert PROGRAMS * (built[name]["shared"] + TAKEN) <= SHARED + TAKEN
+
+
+@pytest.mark.parametrize("name", [name for name in CHAIN if name != "chain-any-memory"])
 def test_the_last_chunk_is_stored_16_bytes_at_a_time(built: dict[str, dict[str, Any]], name: str):
     assert "STG.E.128" in built[name]["stores"]
     assert "STG.E.U16" not in built[name]["stores"]
+
+
+@pytest.mark.parametrize("name", [name for name in PREPARE if name != "prepare-any-memory"])
+def test_prepare_moves_16_bytes_at_a_time(built: dict[str, dict[str, Any]], name: str):
+    """q, k and g twice each, tiles; not the numbers of the header, beta, and what keys that repeat take, a channel a thread."""
+    loads, stores = built[name]["loads"], built[name]["stores"]
+    assert loads["LDG.E.128"] >= 2 * 16 + 8
+    assert loads["LDG.E.U16"] <= 34
+    assert stores["STG.E.128"] >= 2 * 12 + 16
+    assert {*stores} <= {"STG.E.128", "STG.E.64", "STG.E"}
+    assert stores["STG.E.64"] + stores.get("STG.E", 0) <= 4

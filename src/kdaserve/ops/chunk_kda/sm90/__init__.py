@@ -1,6 +1,6 @@
 """Prefill on Hopper, in two Gluon kernels that work as those of the Triton backend do and hand over the same records.
 
-What is rare is left to that backend's kernel: chunks that decay too widely.
+What is rare is left to that backend: to a kernel of it chunks that decay too widely, to it all calls without a token.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ PROGRAMS, REGISTERS = 3, 168
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
+    if call.sizes["T"] == 0:  # of nothing there is no tensor map
+        return portable.run(call)
     copied = {name: x.clone(memory_format=torch.contiguous_format) for name in ("q", "k", "v", "g") if not fits(x := getattr(call, name))}
     if copied:
         call = dataclasses.replace(call, **copied)

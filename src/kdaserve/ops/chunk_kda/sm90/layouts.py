@@ -1,0 +1,48 @@
+"""How the threads of the Hopper prepare kernel share a chunk's matrices among them: layouts that several of its parts use."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from kdaserve.ops.jit.states import C
+
+K = gl.constexpr(128)
+"""Channels of a key, and of a value."""
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
+"""Products `[64, 32]` of the asynchronous matrix units."""
+HALVES = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 8, 0], [0, 0, 8], [0, 0, 16]],
+        [[0, 0, 2], [0, 0, 4], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 16, 0], [1, 0, 0]],
+        [],
+        [2, 32, 32],
+    )
+)
+"""The same numbers as `[half, row, column]`; nothing moves."""
+LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+"""Rows of 128, 16 bytes a thread."""
+PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def by_halves(x):
+    """A product `[64, 32]` as `[half, row, column]`."""
+    return gl.convert_layout(gl.reshape(x, [2, 32, 32]), HALVES)
+
+
+@gluon.jit
+def half_row_col():
+    """Indices of a tensor in HALVES."""
+    half = gl.arange(0, 2, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))[:, None][:, :, None]
+    row = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))[None, :][:, :, None]
+    col = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(0, HALVES)))[None, :][None, :, :]
+    return half, row, col
+
+
+@gluon.jit
+def side_by_side(left, right):
+    """[64, 64] of two [2, 32, 32]."""
+    return gl.reshape(gl.permute(gl.join(left, right), (0, 1, 3, 2)), [C, C])
