@@ -1,4 +1,7 @@
-"""Whole prefill calls on Hopper's kernels, run on the CPU: the host code, both Gluon kernels and, for wide chunks, Triton's, against float64."""
+"""Whole prefill calls on Hopper's kernels against float64: the host code, both Gluon kernels and, for wide chunks, Triton's.
+
+Where there is no GPU the host code runs as it is, the Gluon kernels on `gluon_on_cpu`, and Triton's in its interpreter.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,9 @@ pytest.importorskip("triton")
 import gluon_on_cpu
 import oracle
 from conftest import Call, Target
-from kdaserve import Snapshots, contract, dispatch, plan_prefill
+from kdaserve import Snapshots, backends, contract, dispatch, plan_prefill
 from kdaserve.ops.jit.launch import INTERPRETED
 from kdaserve.testing import assert_close, assert_same_bits, prefill_inputs
-
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="Triton's kernel for wide chunks runs on the CPU only where Triton interprets")
 
 NAN = float("nan")
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -27,17 +28,26 @@ DATA = ("q", "k", "v", "g", "beta")
 LENGTHS = [0, 1, 63, 0, 64, 65, 130, 0]
 MANY = 10_000
 """Multiprocessors on which all programs run at once."""
-(sm90,) = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "")
-TARGET = Target("sm90", "cpu")
+(status,) = (status for status in backends() if status.name == "sm90")
+if INTERPRETED:
+    (sm90,) = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "")
+    DEVICE = "cpu"
+else:
+    from kdaserve.ops.chunk_kda import sm90
+
+    DEVICE = "cuda"
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not status.available, reason=status.reason)]
+TARGET = Target("sm90", DEVICE)
 
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """The backend runs, on the CPU, on a GPU of so many multiprocessors; on one, most sequences wait for others."""
-    (row,) = (row for row in dispatch.BACKENDS if row.name == "sm90")
-    module = dispatch._module
-    monkeypatch.setattr(dispatch, "BACKENDS", (dataclasses.replace(row, devices=("cpu",), unavailable=lambda: None),))
-    monkeypatch.setattr(dispatch, "_module", lambda name: sm90 if name == row.module.format(op="chunk_kda") else module(name))
+    """What sets how many multiprocessors the backend thinks there are; on one, most sequences wait for others. On a CPU it makes the backend run."""
+    if INTERPRETED:
+        (row,) = (row for row in dispatch.BACKENDS if row.name == "sm90")
+        module = dispatch._module
+        monkeypatch.setattr(dispatch, "BACKENDS", (dataclasses.replace(row, devices=("cpu",), unavailable=lambda: None),))
+        monkeypatch.setattr(dispatch, "_module", lambda name: sm90 if name == row.module.format(op="chunk_kda") else module(name))
 
     def of_size(multiprocessors: int) -> None:
         monkeypatch.setattr(contract, "_remembered", {})
@@ -48,7 +58,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 
 def inputs(lengths: list[int], heads: int = 1, **options: Any) -> Call:
-    return prefill_inputs(lengths, heads=heads, k_dim=128, v_dim=128, **{"dtype": BF16, **options})
+    return prefill_inputs(lengths, heads=heads, k_dim=128, v_dim=128, device=DEVICE, **{"dtype": BF16, **options})
 
 
 def check(call: Call, correlated: bool = False, **changes: Any) -> Any:
@@ -57,13 +67,14 @@ def check(call: Call, correlated: bool = False, **changes: Any) -> Any:
 
 def track_all(call: Call, track: list[int]) -> Call:
     """Everything handed out: `h`, tracked states, and snapshots, of every sequence one at its start and one at its end."""
-    lengths, slots = call["cu_seqlens"].diff().tolist(), len(call["initial_state"])
-    call["initial_state"] = torch.cat([call["initial_state"], torch.full((2 * len(lengths), *call["initial_state"].shape[1:]), NAN)])
+    lengths, pool = call["cu_seqlens"].diff().tolist(), call["initial_state"]
+    slots, state = len(pool), pool.shape[1:]
+    call["initial_state"] = torch.cat([pool, pool.new_full((2 * len(lengths), *state), NAN)])
     entries = [(n, t, slots + 2 * n + i) for n, length in enumerate(lengths) for i, t in enumerate((0, length)) if i == 0 or length]
     sequence, tokens, slot = map(list, zip(*entries, (0, 0, -1), strict=True))
     call |= {"snapshots": Snapshots(sequence, tokens, slot), "output_intermediate_states": True}
-    state = call["initial_state"]
-    return call | {"track_state": torch.full((len(lengths), *state.shape[1:]), 7.0), "track_chunk_idx": torch.tensor(track, dtype=torch.int32)}
+    call["track_state"] = torch.full((len(lengths), *state), 7.0, device=DEVICE)
+    return call | {"track_chunk_idx": torch.tensor(track, dtype=torch.int32, device=DEVICE)}
 
 
 # Lengths, slots, states
@@ -91,9 +102,9 @@ def test_many_sequences():
     """Compared all together: of so many outputs of a token or two some are a small difference of large numbers."""
     call = inputs([1, 2, 0, 3] * 20)
     expected, slots = oracle.prefill(call), call["initial_state_indices"].long()
-    assert_close(TARGET.run("chunk_kda", call).double(), expected.o, 1e-2, "output")
+    assert_close(TARGET.run("chunk_kda", call).double().cpu(), expected.o, 1e-2, "output")
     states = torch.stack([states[length] for states, length in zip(expected.states, expected.lengths, strict=True)])
-    assert_close(call["initial_state"][slots].double(), states, 1e-2, "states")
+    assert_close(call["initial_state"][slots].double().cpu(), states, 1e-2, "states")
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -111,8 +122,8 @@ def test_negative_slots_and_padding(eager: bool):
 @pytest.mark.parametrize("lengths", [[0, 0], []], ids=str)
 def test_nothing_but_padding(lengths: list[int]):
     call = inputs([70])
-    call |= {"cu_seqlens": torch.tensor([0, *lengths], dtype=torch.int32), "initial_state_indices": torch.arange(len(lengths), dtype=torch.int32)}
-    check(call)
+    bounds, slots = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *lengths], [*range(len(lengths))]))
+    check(call, cu_seqlens=bounds, initial_state_indices=slots)
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -155,7 +166,7 @@ def test_64_bit_indices():
 def test_a_plan():
     call = inputs(LENGTHS)
     del call["cu_seqlens"]
-    expected = TARGET.run("chunk_kda", {**call, "initial_state": call["initial_state"].clone()}, plan=plan_prefill(lengths=LENGTHS))
+    expected = TARGET.run("chunk_kda", {**call, "initial_state": call["initial_state"].clone()}, plan=plan_prefill(lengths=LENGTHS, device=DEVICE))
     o = TARGET.run("chunk_kda", {**inputs(LENGTHS)})
     assert_same_bits(o, expected, "output")
 
@@ -191,7 +202,7 @@ def test_beta_in_another_dtype():
 def elsewhere(x: Tensor, gap: int, offset: int) -> Tensor:
     """The same in a buffer of NaN, `offset` elements behind its start, which is aligned, and with `gap` elements between the entries."""
     step = x[0].numel() + gap
-    buffer = torch.full((offset + len(x) * step + 8,), NAN, dtype=x.dtype)
+    buffer = torch.full((offset + len(x) * step + 8,), NAN, dtype=x.dtype, device=DEVICE)
     return buffer.as_strided(x.shape, (step, *x.contiguous().stride()[1:]), offset).copy_(x)
 
 
@@ -200,7 +211,7 @@ def test_views_of_one_projection(pad: int):
     """Rows a multiple of 16 bytes apart are read where they are; others are copied."""
     call, H, HV = inputs([70, 65], 2, v_heads=4), 2, 4
     widths = [H * 128, H * 128, HV * 128, HV * 128, HV, pad + HV]
-    packed = torch.full((1, 135, sum(widths)), NAN, dtype=BF16)
+    packed = torch.full((1, 135, sum(widths)), NAN, dtype=BF16, device=DEVICE)
     for name, view in zip(DATA, packed.split(widths, -1), strict=False):
         call[name] = view.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:])
     assert all(sm90.fits(call[name]) == (pad != 3) for name in "qkvg")
@@ -218,17 +229,25 @@ def test_memory_that_is_not_aligned(name: str):
 @pytest.mark.parametrize("gap", [8, 2])
 @pytest.mark.parametrize("name", [*DATA, "out"])
 def test_rows_apart(name: str, gap: int):
-    """Between the heads, which is nothing to a tensor map if it is a multiple of 16 bytes."""
+    """And heads, which is nothing to a tensor map where it is by a multiple of 16 bytes; with padding behind the last sequence."""
     for batched in (False, True):
         call = inputs([65, 65], 2, batched=batched)
+        if not batched:
+            call["cu_seqlens"][-1] = 100
         call["out"] = torch.full_like(call["v"], NAN)
         x = call[name]
-        whole = torch.full((*x.shape[:2], 3, *x.shape[3:-1], (x.shape[-1] if x.ndim == 4 else 1) + gap), NAN, dtype=x.dtype)
+        whole = torch.full((*x.shape[:2], 3, *x.shape[3:-1], (x.shape[-1] if x.ndim == 4 else 1) + gap), NAN, dtype=x.dtype, device=DEVICE)
         call[name] = (whole[:, :, :2, :128] if x.ndim == 4 else whole[:, :, :2, 0]).copy_(x)
         check(call)
         rest = torch.ones_like(whole, dtype=torch.bool)
         rest[:, :, :2, : 128 if x.ndim == 4 else 1] = False
         assert bool(whole[rest].isnan().all())
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied():
+    far = torch.empty_strided((1, 64, 1, 128), (0, 2**25 + 8, 128, 1), dtype=BF16, device="meta")
+    assert not sm90.fits(far)
+    assert sm90.fits(torch.empty_strided(far.shape, (0, 2**25, 128, 1), dtype=BF16, device="meta"))
 
 
 def test_head_major_and_expanded_inputs():
@@ -314,7 +333,7 @@ def test_extreme_logits(lower_bound: float | None):
     call = inputs([130, 70], 2, beta_is_raw=True)
     levels, g = torch.tensor([-1e4, -90.0, -12.0, 0.0, 12.0, 90.0, 1e4], dtype=BF16), torch.Generator().manual_seed(0)
     for name in ("g", "beta"):
-        call[name] = levels[torch.randint(len(levels), call[name].shape, generator=g)]
+        call[name] = levels[torch.randint(len(levels), call[name].shape, generator=g)].to(DEVICE)
     check(call, lower_bound=lower_bound, output_intermediate_states=True)
 
 
@@ -322,7 +341,7 @@ def test_extreme_logits(lower_bound: float | None):
 @pytest.mark.parametrize("period", [1, 2, 40])
 def test_keys_that_come_back(period: int, lower_bound: float):
     call = inputs([150, 5, 70])
-    call |= {"k": call["k"][:, torch.arange(225) % period], "g": torch.full_like(call["g"], -6.0), "lower_bound": lower_bound}
+    call |= {"k": call["k"][:, torch.arange(225, device=DEVICE) % period], "g": torch.full_like(call["g"], -6.0), "lower_bound": lower_bound}
     check(call, correlated=True, output_intermediate_states=True)
 
 
@@ -331,8 +350,9 @@ def test_one_row_repeated(dtype: torch.dtype):
     """The same query, key and gate at every token, which hardly forgets; 16 values in turn."""
     call = inputs([512], dtype=dtype, beta_is_raw=True)
     call |= {name: call[name][:, :1].expand_as(call[name]) for name in "qk"}
-    call |= {"v": call["v"][:, torch.arange(512) % 16], "g": torch.full_like(call["g"], -12.0), "beta": torch.full_like(call["beta"], 8.0)}
-    call |= {"A_log": torch.zeros(1), "dt_bias": torch.zeros(128), "initial_state": torch.zeros_like(call["initial_state"])}
+    call |= {name: torch.zeros_like(call[name]) for name in ("A_log", "dt_bias", "initial_state")}
+    call |= {"v": call["v"][:, torch.arange(512, device=DEVICE) % 16]}
+    call |= {"g": torch.full_like(call["g"], -12.0), "beta": torch.full_like(call["beta"], 8.0)}
     check(call, correlated=True, output_intermediate_states=True)
 
 
