@@ -287,7 +287,7 @@ def sequences(o: Tensor, expected: oracle.Expected) -> Iterable[tuple[str, Tenso
 
 def _targets(fits: Callable[[dispatch.Backend, str], bool] = lambda b, device: True) -> list[Any]:
     available = {status.name for status in kdaserve.backends() if status.available}
-    rows = [b for b in dispatch.BACKENDS if b.name in available and b.dim is None]  # others have their own tests, of the sizes that they take
+    rows = [b for b in dispatch.BACKENDS if b.name in available]
     marks = {"cpu": (), "cuda": (pytest.mark.gpu,)}
     return [pytest.param(Target(b.name, d), id=f"{b.name}-{d}", marks=marks[d]) for d in marks for b in rows if d in b.devices_here and fits(b, d)]
 
