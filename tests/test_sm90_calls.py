@@ -244,6 +244,17 @@ def test_rows_apart(name: str, gap: int):
         assert bool(whole[rest].isnan().all())
 
 
+@pytest.mark.parametrize("gap", [512, 24])
+@pytest.mark.parametrize("name", [*DATA, "out"])
+def test_entries_of_a_batch_apart(name: str, gap: int):
+    """By whole rows, which a tensor map can show, or not."""
+    call = inputs([65, 65], 2, batched=True)
+    call["out"] = torch.full_like(call["v"], NAN)
+    call[name] = elsewhere(call[name], gap, 8)
+    assert name == "beta" or sm90.fits(call[name]) == (gap == 512)
+    check(call)
+
+
 def test_rows_too_far_apart_for_32_bits_are_copied():
     far = torch.empty_strided((1, 64, 1, 128), (0, 2**25 + 8, 128, 1), dtype=BF16, device="meta")
     assert not sm90.fits(far)
