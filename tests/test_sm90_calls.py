@@ -292,7 +292,7 @@ def test_the_output_may_be_v(lengths: list[int], offset: int):
 @pytest.mark.parametrize("pool", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("gap", "offset"), [(8, 8), (24, 1), (3, 0)])
 def test_pools_with_gaps(gap: int, offset: int, pool: torch.dtype):
-    call = inputs([70, 65], 2, pool_dtype=pool)
+    call = track_all(inputs([70, 65], 2, pool_dtype=pool), [1, 0])
     call["initial_state"] = elsewhere(call["initial_state"], gap, offset)
     whole = call["initial_state"].as_strided((call["initial_state"].untyped_storage().nbytes() // pool.itemsize,), (1,), 0)
     there = torch.zeros_like(whole, dtype=torch.bool)
