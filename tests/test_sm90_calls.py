@@ -244,6 +244,17 @@ def test_rows_apart(name: str, gap: int):
         assert bool(whole[rest].isnan().all())
 
 
+@pytest.mark.parametrize("gap", [512, 24])
+@pytest.mark.parametrize("name", [*DATA, "out"])
+def test_entries_of_a_batch_apart(name: str, gap: int):
+    """By whole rows, which a tensor map can show, or not."""
+    call = inputs([65, 65], 2, batched=True)
+    call["out"] = torch.full_like(call["v"], NAN)
+    call[name] = elsewhere(call[name], gap, 8)
+    assert name == "beta" or sm90.fits(call[name]) == (gap == 512)
+    check(call)
+
+
 def test_rows_too_far_apart_for_32_bits_are_copied():
     far = torch.empty_strided((1, 64, 1, 128), (0, 2**25 + 8, 128, 1), dtype=BF16, device="meta")
     assert not sm90.fits(far)
@@ -281,7 +292,7 @@ def test_the_output_may_be_v(lengths: list[int], offset: int):
 @pytest.mark.parametrize("pool", [torch.float32, BF16], ids=str)
 @pytest.mark.parametrize(("gap", "offset"), [(8, 8), (24, 1), (3, 0)])
 def test_pools_with_gaps(gap: int, offset: int, pool: torch.dtype):
-    call = inputs([70, 65], 2, pool_dtype=pool)
+    call = track_all(inputs([70, 65], 2, pool_dtype=pool), [1, 0])
     call["initial_state"] = elsewhere(call["initial_state"], gap, offset)
     whole = call["initial_state"].as_strided((call["initial_state"].untyped_storage().nbytes() // pool.itemsize,), (1,), 0)
     there = torch.zeros_like(whole, dtype=torch.bool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -43,12 +44,19 @@ prepares = pytest.mark.parametrize("name", PREPARE)
 
 
 @pytest.fixture(scope="session")
-def report() -> dict[str, Any]:
-    """What `gluon_sm90.py` prints. Another process, because in this one triton may interpret."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `gluon_sm90.py` prints, once for all workers. Another process, because in this one triton may interpret."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    path = folder / "gluon_sm90.json"
+    with (folder / "gluon_sm90.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+            done = subprocess.run([sys.executable, SCRIPT], capture_output=True, text=True, env=environment, check=False)
+            assert done.returncode == 0, done.stderr
+            path.write_text(done.stdout)
+    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="session")
