@@ -30,6 +30,8 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     if call.sizes["T"] == 0:  # of nothing there is no tensor map
         return portable.run(call)
     copied = {name: x.clone(memory_format=torch.contiguous_format) for name in ("q", "k", "v", "g") if not fits(x := getattr(call, name))}
+    if call.dt_bias is not None and call.dt_bias.data_ptr() % 16:
+        copied["dt_bias"] = call.dt_bias.clone()
     if copied:
         call = dataclasses.replace(call, **copied)
     return prefill.run(call, Launches, portable.bounded(call), *copied, fits=fits)
