@@ -121,7 +121,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare-marked": {**PREPARE, "absent": ("p_order",), "MARK": True},
     "prepare-softplus": {**PREPARE, "absent": ("p_order",), "GATE": "softplus", "MARK": True},
     "prepare-no-gate": {**PREPARE, "absent": ("p_A_log", "p_dt_bias", "p_order"), "GATE": "none", "MARK": True},
-    "prepare-any-memory": {**PREPARE, "absent": ("p_order",), "unit": 1},
 }
 KERNELS = {"chain": chain_kernel, "prepare": prepare_kernel}
 

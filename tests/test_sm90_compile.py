@@ -30,8 +30,6 @@ PREPARE = {
     "prepare-marked": 48,
     "prepare-softplus": 40,
     "prepare-no-gate": 48,
-    # Addresses of single elements take the place of those of vectors. What is not aligned is read correctly, not fast.
-    "prepare-any-memory": 1088,
 }
 """Bytes of stack a thread, at most."""
 NAMES = (*CHAIN, *PREPARE)
@@ -114,7 +112,7 @@ def test_the_last_chunk_is_stored_16_bytes_at_a_time(built: dict[str, dict[str, 
     assert "STG.E.U16" not in built[name]["stores"]
 
 
-@pytest.mark.parametrize("name", [name for name in PREPARE if name != "prepare-any-memory"])
+@prepares
 def test_prepare_moves_16_bytes_at_a_time(built: dict[str, dict[str, Any]], name: str):
     """q, k and g twice each, tiles; not the numbers of the header, beta, and what keys that repeat take, a channel a thread."""
     loads, stores = built[name]["loads"], built[name]["stores"]

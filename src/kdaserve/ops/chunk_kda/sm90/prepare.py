@@ -194,7 +194,7 @@ def finish(
     gl.store(p_ke + (o_r[:, None] + C) * K + o_c[None, :], sO.load(LINES))
 
 
-@kernel("p_q", "p_k", "p_g", "p_dt_bias", "p_o", own=["p_header", "p_tiles"], jit=gluon.jit)
+@kernel(own=["p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_header", "p_tiles"], jit=gluon.jit)  # copied where they are not aligned
 def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
