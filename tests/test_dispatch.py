@@ -168,8 +168,14 @@ def test_named_backend_that_cannot_run_here(op: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("changes", "missing"),
-    [({"devices": ("xpu",)}, "device cpu"), ({"dtypes": (torch.float16,)}, "initial_state in float32")],
-    ids=["device", "dtype"],
+    [
+        ({"devices": ("xpu",)}, "device cpu"),
+        ({"dtypes": (torch.float16,)}, "initial_state in float32"),
+        ({"short": ("initial_state",)}, "initial_state in float32"),
+        ({"dim": 128}, "K = 16, V = 16"),
+        ({"ops": ()}, "Missing: "),
+    ],
+    ids=["device", "dtype", "short", "dim", "op"],
 )
 def test_named_backend_that_does_not_take_the_call(op: str, changes: dict, missing: str, monkeypatch: pytest.MonkeyPatch):
     row, seen = fake(monkeypatch, lambda call: (None, None), **changes)

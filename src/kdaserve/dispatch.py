@@ -68,11 +68,11 @@ class Backend:
     def _refusal(self, call: CheckedCall) -> dict[str, str] | None:
         op, layout = call.op, call.layout
         wanted = ["gradients"] if call.needs_grad else []
-        sizes = [] if self.dim is None else [f"{name} = {layout.sizes[name]}" for name in ("K", "V")]
+        sizes = {} if self.dim is None else {name: layout.sizes[name] for name in ("K", "V")}
         missing = [] if op in self.ops else [op]
         missing += [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
         missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if not self._takes(name, dtype)]
-        missing += [size for size in sizes if not size.endswith(f" {self.dim}")]
+        missing += [f"{name} = {size}" for name, size in sizes.items() if size != self.dim]
         missing += [] if self.gradients else wanted
         missing += ["use_qk_l2norm_in_kernel=False"] if self.normed and not call.use_qk_l2norm_in_kernel else []
         if not missing:
@@ -84,7 +84,7 @@ class Backend:
         taken += ["use_qk_l2norm_in_kernel=True"] if self.normed else []
         taken += [] if op in self.ops else [", ".join(self.ops)]
         return {
-            "required": "; ".join([f"device {layout.device_type}", dtypes, *sizes, *wanted]),
+            "required": "; ".join([f"device {layout.device_type}", dtypes, *(f"{name} = {size}" for name, size in sizes.items()), *wanted]),
             "supported": "; ".join(taken),
             "missing": ", ".join(missing),
         }

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from kdaserve.ops.chunk_kda import triton as portable
-from kdaserve.ops.chunk_kda.sm90.chain import RECORD, K, R, chain_kernel
-from kdaserve.ops.chunk_kda.sm90.launch import HEADER, chain, chain_tensors, tokens
+from kdaserve.ops.chunk_kda.sm90.chain import R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
+from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.config import processor
 from kdaserve.ops.forms import Form, in_any_memory
@@ -64,7 +65,7 @@ class Launches:
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         N, T, H, HV = (call.sizes[s] for s in ("N", "T", "H", "HV"))
         records = portable.units(call) * HV
-        self._workspace = [((records, HEADER), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
+        self._workspace = [((records, HEADER.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, workspace)

@@ -15,15 +15,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.states import ENTRIES, NEVER, C
 
-K = gl.constexpr(128)
 R = gl.constexpr(64)
 """Rows of V of a program."""
 STAGES = gl.constexpr(3)
-RECORD = gl.constexpr(256)
-"""Rows of a record."""
 CHUNK_BYTES = gl.constexpr(256 * 128 * 2 + 64 * 64 * 2 + 128 * 4)
 """What comes for a chunk: its record, its v, its decay."""
 TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)

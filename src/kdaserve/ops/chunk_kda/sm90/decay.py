@@ -8,7 +8,8 @@ A warp has a quarter of the tokens, so sums along tokens stay in it but for the 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kdaserve.ops.chunk_kda.sm90.layouts import PLAIN, C, K
+from kdaserve.ops.chunk_kda.sm90.layouts import PLAIN, C
+from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import math
 
 LOG2_E = math.LOG2_E

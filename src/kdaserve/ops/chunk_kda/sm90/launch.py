@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from kdaserve.ops.chunk_kda.sm90.chain import LINE, RECORD, TILE, C, K, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, C, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit.launch import Launch, Matrix, strides
 
-HEADER = 160
-"""Floats of a header, the first `K` of them the decay of the chunk."""
 REACH = 2**31
 """Rows and columns of a matrix stay below: copies take coordinates of 32 bits."""
 
@@ -21,13 +21,18 @@ def tokens(x: Tensor) -> Matrix | None:
     It takes heads side by side in a row, entries of the batch a multiple of the row stride apart, and multiples of 16 bytes throughout. That the
     address is one is not looked at: it may change where the layout stays.
     """
-    B, T, heads, dim = x.shape
-    columns = (heads - 1) * x.stride(2) + dim if heads > 1 else dim
-    token = x.stride(1) if T > 1 else x.stride(0) if B > 1 else -(-columns // 8) * 8
-    batch = x.stride(0) if B > 1 else 0
-    if x.element_size() != 2 or x.stride(3) != 1 or min(x.shape) == 0:
+    return _matrix(x.shape, x.stride(), x.element_size())
+
+
+@functools.lru_cache(4096)
+def _matrix(shape: tuple[int, int, int, int], stride: tuple[int, int, int, int], itemsize: int) -> Matrix | None:
+    B, T, heads, dim = shape
+    columns = (heads - 1) * stride[2] + dim if heads > 1 else dim
+    token = stride[1] if T > 1 else stride[0] if B > 1 else -(-columns // 8) * 8
+    batch = stride[0] if B > 1 else 0
+    if itemsize != 2 or stride[3] != 1 or min(shape) == 0:
         return None
-    if token < columns or token % 8 or (heads > 1 and (x.stride(2) < dim or x.stride(2) % 8)) or batch % token:
+    if token < columns or token % 8 or (heads > 1 and (stride[2] < dim or stride[2] % 8)) or batch % token:
         return None
     rows = (B - 1) * (batch // token) + T
     return Matrix(rows, columns, token, (C.value, R.value), TILE) if max(rows, columns) + C.value < REACH else None
@@ -59,7 +64,10 @@ def chain(
     tensors = chain_tensors(records, headers, v, o, pool, cu_seqlens, others, order)
     track, slots = others[3], others[7]
     v_b, o_b = (strides(x, 1)[0] // seen.stride for x, seen in ((v, map_v), (o, map_o)))
-    tiles, headers_map = Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE), Matrix(len(headers), HEADER, HEADER, (1, K.value), LINE)
+    tiles, headers_map = (
+        Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE),
+        Matrix(len(headers), HEADER.value, HEADER.value, (1, K.value), LINE),
+    )
     return Launch(
         chain_kernel, N * HV * (K.value // R.value), tensors,
         (map_o.stride, strides(o, 3)[2], *strides(pool, 1), *strides(track, 1)), (v_b, strides(v, 3)[2], o_b, map_o.rows, T, HV),

@@ -5,8 +5,6 @@ from triton.experimental.gluon import language as gl
 
 from kdaserve.ops.jit.states import C
 
-K = gl.constexpr(128)
-"""Channels of a key, and of a value."""
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))

@@ -22,14 +22,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, load_rows, norms, rcp
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, K, by_halves, half_row_col, side_by_side
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, without_repetitions
+from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit.launch import kernel
 
-HEADER = gl.constexpr(160)
-"""Floats of a record's header."""
-ROWS = gl.constexpr(256)
-"""Rows of a record's tiles."""
 WIDEST = gl.constexpr(124.0)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -221,7 +218,7 @@ def prepare_kernel(
     i_u = pid // HV
     record = (i_u * HV + i_h).to(gl.int64)
     p_header += record * HEADER
-    p_tiles += record * (ROWS * K)
+    p_tiles += record * (RECORD * K)
     if p_cu is not None:
         end = gl.load(p_cu + N).to(gl.int64)
         if p_order is not None:
