@@ -25,6 +25,7 @@ from triton.runtime.jit import create_function_from_signature
 from kdaserve.ops.chunk_kda.triton import TL, config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import prepare_kernel
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import UNIT, Kernel
 from kdaserve.ops.packed_decode_kda.triton import TILES, packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.triton import PADDING, ROWS, recurrent_kda_kernel
@@ -119,16 +120,16 @@ def prepare(wide: str, unit: int = UNIT) -> dict[str, Any]:
     return build(prepare_kernel, unit=unit, warps=form.warps, **constants)
 
 
-def chain(form: config.Chain, saves: bool = False, unit: int = UNIT, dim: int = 128, inputs: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+def chain(form: chunking.Chain, saves: bool = False, unit: int = UNIT, dim: int = 128, inputs: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """With the bytes of shared memory that `config` thinks it takes, and the stages that it lets run; `inputs` are those whose products it does."""
     operands = config.operands(inputs, True)
-    chosen = config.fitting(form, dim, operands.dtype.itemsize, saves, SHARED)
+    chosen = chunking.fitting(form, dim, operands.dtype.itemsize, saves, SHARED)
     constants = {
         "K": dim, "V": dim, "BK": dim, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "STAGES": chosen.stages,
         "OP": TL[operands.dtype], "PRECISION": operands.precision,
     }  # fmt: skip
-    built = build(chain_kernel, absent=() if saves else STATES, unit=unit, warps=config.CHAIN_WARPS, **constants)
-    return built if chosen.stages == 1 else {**built, "expected_shared": config.shared_bytes(chosen, dim, operands.dtype.itemsize, saves)}
+    built = build(chain_kernel, absent=() if saves else STATES, unit=unit, warps=chunking.CHAIN_WARPS, **constants)
+    return built if chosen.stages == 1 else {**built, "expected_shared": chunking.shared_bytes(chosen, dim, operands.dtype.itemsize, saves)}
 
 
 VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
@@ -142,14 +143,14 @@ VARIANTS: dict[str, Callable[[], dict[str, Any]]] = {
     "recurrent-fp32-any-memory": functools.partial(recurrent, "fp32", unit=1),
     **{f"prepare-{wide}": functools.partial(prepare, wide) for wide in ("never", "marked", "only")},
     "prepare-never-any-memory": functools.partial(prepare, "never", unit=1),
-    **{f"chain-{form.slice}": functools.partial(chain, form) for form in config.CHAINS},
-    **{f"chain-{form.slice}-states": functools.partial(chain, form, True) for form in config.CHAINS},
-    "chain-alone-256-channels": functools.partial(chain, config.ALONE, dim=256),
-    "chain-alone-tf32": functools.partial(chain, config.ALONE, inputs=torch.float16),
-    "chain-alone-three-tf32": functools.partial(chain, config.ALONE, inputs=torch.float32),
-    "chain-16-any-memory": functools.partial(chain, config.CHAINS[0], unit=1),
-    "chain-16-states-any-memory": functools.partial(chain, config.CHAINS[0], True, unit=1),
-    "chain-64-any-memory": functools.partial(chain, config.CHAINS[-1], unit=1),
+    **{f"chain-{form.slice}": functools.partial(chain, form) for form in chunking.CHAINS},
+    **{f"chain-{form.slice}-states": functools.partial(chain, form, True) for form in chunking.CHAINS},
+    "chain-alone-256-channels": functools.partial(chain, chunking.ALONE, dim=256),
+    "chain-alone-tf32": functools.partial(chain, chunking.ALONE, inputs=torch.float16),
+    "chain-alone-three-tf32": functools.partial(chain, chunking.ALONE, inputs=torch.float32),
+    "chain-16-any-memory": functools.partial(chain, chunking.CHAINS[0], unit=1),
+    "chain-16-states-any-memory": functools.partial(chain, chunking.CHAINS[0], True, unit=1),
+    "chain-64-any-memory": functools.partial(chain, chunking.CHAINS[-1], unit=1),
 }
 
 KERNELS = (packed_decode_kda_kernel, recurrent_kda_kernel, prepare_kernel, chain_kernel)

@@ -13,8 +13,8 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kdaserve import Snapshots, calls
-from kdaserve.ops.chunk_kda.helion import config
 from kdaserve.ops.helion.launch import Launch
+from kdaserve.ops.jit import chunking
 from kdaserve.testing import decode_inputs, prefill_inputs
 from sm90 import HOPPER, SHARED, assemble
 
@@ -41,9 +41,9 @@ def prefill(gate: str, states: bool = False, op: str = "chunk_kda") -> list[Laun
     return launches(op, call)
 
 
-def chain(form: config.Chain, states: bool) -> Launch:
-    chosen = config.fitting(form, 128, 2, states, SHARED)
-    with patch.object(config, "chain", lambda *_: chosen):
+def chain(form: chunking.Chain, states: bool) -> Launch:
+    chosen = chunking.fitting(form, 128, 2, states, SHARED)
+    with patch.object(chunking, "chain", lambda *_: chosen):
         return prefill("bounded", states)[-1]
 
 
@@ -58,7 +58,7 @@ def variants() -> dict[str, Callable[[], Launch]]:
     found["recurrent"] = lambda: prefill("bounded", op="recurrent_kda")[0]
     for name, (gate, i) in PREPARES.items():
         found[name] = lambda gate=gate, i=i: prefill(gate)[i]
-    for form in config.CHAINS:
+    for form in chunking.CHAINS:
         found[f"chain-{form.slice}"] = lambda form=form: chain(form, False)
         found[f"chain-{form.slice}-states"] = lambda form=form: chain(form, True)
     return found

@@ -19,6 +19,7 @@ from test_prefill_semantics import observed
 pytest.importorskip("triton")
 
 from kdaserve.ops.chunk_kda.triton import config
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.packed_decode_kda.triton import TILES
 
 pytestmark = pytest.mark.gpu
@@ -132,11 +133,11 @@ def test_forms_of_recurrent_kda(serving_target: Target, form: Form):
 HEADS, DIM = 2, 128
 
 
-def sequences_of(chain: config.Chain, dtype: torch.dtype, saves: bool, device: str) -> int:
+def sequences_of(chain: chunking.Chain, dtype: torch.dtype, saves: bool, device: str) -> int:
     """The least number of sequences of `HEADS` heads for which the rule takes a slice of V like this one."""
     products = config.operands(dtype, True)
-    processors, memory = config.processor(torch.device(device))
-    chosen = (config.chain(n * HEADS, DIM, DIM, products, saves, processors, memory) for n in range(1, 1000))
+    processors, memory = chunking.processor(torch.device(device))
+    chosen = (chunking.chain(n * HEADS, DIM, DIM, products.dtype, saves, processors, memory) for n in range(1, 1000))
     return next(n for n, form in enumerate(chosen, 1) if (form.slice, form.transposed) == (chain.slice, chain.transposed))
 
 
@@ -146,12 +147,12 @@ def several(sequences: int, dtype: torch.dtype, device: str, saves: bool) -> Cal
     return make(lengths, heads=HEADS, k_dim=DIM, v_dim=DIM, dtype=dtype, device=device)
 
 
-FORMS = [(BF16, form) for form in config.CHAINS] + [(FP32, config.ALONE)]
+FORMS = [(BF16, form) for form in chunking.CHAINS] + [(FP32, chunking.ALONE)]
 
 
 @pytest.mark.parametrize("saves", [False, True])
-@pytest.mark.parametrize(("dtype", "chain"), FORMS, ids=lambda x: f"slice{x.slice}" if isinstance(x, config.Chain) else str(x))
-def test_every_chain(serving_target: Target, chain: config.Chain, dtype: torch.dtype, saves: bool):
+@pytest.mark.parametrize(("dtype", "chain"), FORMS, ids=lambda x: f"slice{x.slice}" if isinstance(x, chunking.Chain) else str(x))
+def test_every_chain(serving_target: Target, chain: chunking.Chain, dtype: torch.dtype, saves: bool):
     sequences = sequences_of(chain, dtype, saves, serving_target.device)
     serving_target.check_prefill("chunk_kda", several(sequences, dtype, serving_target.device, saves))
 

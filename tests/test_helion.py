@@ -20,11 +20,11 @@ from commands import run
 from conftest import Call, Target, serving_targets
 from helpers import DECODE, OPS
 from kdaserve import BackendError, TuningError, contract, dispatch
-from kdaserve.ops.chunk_kda.helion import config
 from kdaserve.ops.chunk_kda.helion.chain import chain_kernel
 from kdaserve.ops.chunk_kda.helion.prepare import prepare_kernel
 from kdaserve.ops.helion import source, tuned
 from kdaserve.ops.helion.launch import Kernel
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.packed_decode_kda.helion import packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.helion import recurrent_kda_kernel
 from kdaserve.testing import decode_inputs, prefill_inputs
@@ -252,10 +252,10 @@ def test_helion_is_imported_when_it_is_named_and_not_before():
 
 @here
 @pytest.mark.usefixtures("cold")
-@pytest.mark.parametrize("form", [*config.CHAINS, config.ALONE], ids=lambda form: f"{form.slice}-{'transposed' if form.transposed else 'plain'}")
-def test_every_form_of_the_chain(form: config.Chain, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("form", [*chunking.CHAINS, chunking.ALONE], ids=lambda form: f"{form.slice}-{'transposed' if form.transposed else 'plain'}")
+def test_every_form_of_the_chain(form: chunking.Chain, monkeypatch: pytest.MonkeyPatch):
     """The rule takes one of them in the interpreter, and the others on a GPU."""
-    monkeypatch.setattr(config, "chain", lambda *_: form)
+    monkeypatch.setattr(chunking, "chain", lambda *_: form)
     call = prefill_inputs([70, 0, 3], k_dim=48, v_dim=80, heads=1)
     call |= {"track_state": torch.zeros(3, 1, 80, 48), "track_chunk_idx": torch.tensor([1, -1, -1]), "output_intermediate_states": True}
     free = [slot for slot in range(5) if slot not in call["initial_state_indices"].tolist()]

@@ -26,6 +26,7 @@ from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import prepare_kernel
 from kdaserve.ops.forms import Form
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.packed_decode_kda.triton import packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.triton import recurrent_kda_kernel
 from served import Served
@@ -72,8 +73,9 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     cold(monkeypatch)
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "forms", dict.fromkeys(kernel.forms, Recorded()))
-    monkeypatch.setattr(config, "INTERPRETED", False)
-    monkeypatch.setattr(config, "processor", lambda device: HOPPER)
+    for module in (config, chunking):
+        monkeypatch.setattr(module, "INTERPRETED", False)
+    monkeypatch.setattr(chunking, "processor", lambda device: HOPPER)
 
 
 def asked_for() -> set[tuple]:

@@ -16,39 +16,23 @@ from kdaserve.contract import CHUNK
 from kdaserve.ops.chunk_kda.helion import config
 from kdaserve.ops.chunk_kda.helion.chain import chain_kernel
 from kdaserve.ops.chunk_kda.helion.prepare import prepare_kernel
-from kdaserve.ops.chunk_kda.helion.tiles import LEAST_BOUND
-from kdaserve.ops.forms import Form, in_any_memory
+from kdaserve.ops.forms import Form
 from kdaserve.ops.helion.launch import Launch, Variant, flat
 from kdaserve.ops.helion.states import ENTRIES
+from kdaserve.ops.jit import chunking, prefill
 from kdaserve.ops.jit.launch import dense, gate_name, padded, strides
-from kdaserve.ops.jit.prefill import options, snapshots_of
 from kdaserve.ops.prefill import PrefillCall
-from kdaserve.ops.tokens import new_states, output
 
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    out, h, snapshots = output(call), new_states(call), snapshots_of(call)
-    if call.sizes["N"] == 0:
-        return out.zero_(), h
-    o = out if out.stride(-1) == 1 else torch.empty_like(out, memory_format=torch.contiguous_format)
-    bounded = call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
-    key = (Launches, bounded, *options(call, h, snapshots))
-    launches = call.layout.prepared.get(key)
-    if launches is None:
-        launches = call.layout.prepared[key] = Launches(call, o, h, snapshots, bounded)
-    launches.run(call, o, h, snapshots)
-    if o is not out:
-        out.copy_(o)
-    return out, h
+    return prefill.run(call, Launches, chunking.bounded(call), fits=lambda o: o.stride(-1) == 1)
 
 
 def forms(call: PrefillCall) -> list[Form]:
     """See `kdaserve.ops.forms`."""
-    HV, processors = call.sizes["HV"], config.processor(call.q.device)[0]
-    # With more pairs of sequence and head than processors every slice is too small.
-    fewest = {_chain(call, n): n for n in range(processors // HV + 1, 0, -1)}
-    return in_any_memory(fewest.values())
+    dtype = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype
+    return chunking.forms_by_sequences(call, lambda sequences: chunking.chain_of(call, sequences, dtype))
 
 
 def compiled() -> int:
@@ -56,22 +40,14 @@ def compiled() -> int:
     return len(prepare_kernel.compiled) + len(chain_kernel.compiled)
 
 
-def _chain(call: PrefillCall, sequences: int) -> config.Chain:
-    """The form of the chain kernel for so many sequences like those of `call`."""
-    HV, K, V = (call.sizes[s] for s in ("HV", "K", "V"))
-    products = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
-    saves = call.output_intermediate_states or call.track_state is not None or snapshots_of(call) is not None
-    return config.chain(sequences * HV, K, V, products, saves, *config.processor(call.q.device))
-
-
 class Launches:
     """What runs calls of one layout."""
 
-    def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None, bounded: bool) -> None:
-        B, T, N, H, HV, K, V = (call.sizes[s] for s in ("B", "T", "N", "H", "HV", "K", "V"))
-        form, chosen = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel), _chain(call, N)
+    def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
+        T, N, H, HV, K, V = (call.sizes[s] for s in ("T", "N", "H", "HV", "K", "V"))
+        form, units = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel), chunking.units(call)
+        chosen = chunking.chain_of(call, N, form.dtype)
         self._op, self._BK = form.dtype, padded(K)
-        units = T // CHUNK + N if call.cu_seqlens is not None else B * -(-T // CHUNK)
         self._records = units * HV
         prepare, chain = self._tensors(call, o, h, snapshots, self._space(o, 2))
         numbers = {"N": N, "T": T, "HV": HV, "units": units, "scale": call.scale, "lower_bound": call.lower_bound or 0.0}
@@ -86,9 +62,8 @@ class Launches:
             variant = Variant(constants, {"num_warps": kernel.warps, "num_stages": kernel.stages}, form.prepare)
             return Launch(prepare_kernel, prepare, numbers, ("scale", "lower_bound"), variant)
 
-        self._prepares = (
-            [prepared("never", config.PREPARE)] if bounded else [prepared("marked", config.PREPARE), prepared("only", config.PREPARE_WIDE)]
-        )
+        kernels = {"never": config.PREPARE} if chunking.bounded(call) else {"marked": config.PREPARE, "only": config.PREPARE_WIDE}
+        self._prepares = [prepared(wide, kernel) for wide, kernel in kernels.items()]
         constants = {"C": CHUNK, **dims, "BV": chosen.slice, "TRANSPOSED": chosen.transposed, "ENTRIES": ENTRIES, "OP": form.dtype}
         pool_stride, track_stride = *strides(call.initial_state, 1), *strides(call.track_state, 1)
         self._chain = Launch(
@@ -96,10 +71,10 @@ class Launches:
             {**chain, "pool": flat(call.initial_state), "track": flat(call.track_state), "h": flat(h)},
             {"N": N, "T": T, "HV": HV, "pool_stride": pool_stride, "track_stride": track_stride, "M": 0},
             ("M",),
-            Variant(constants, {"num_warps": chosen.warps, "num_stages": chosen.stages}, form.chain),
+            Variant(constants, {"num_warps": chunking.CHAIN_WARPS, "num_stages": chosen.stages}, form.chain),
         )
 
-    def run(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: tuple[Tensor, ...] | None) -> None:
+    def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         """Launches the kernels."""
         prepare, chain = self._tensors(call, o, h, snapshots, self._space(o, self._records))
         if self._records:

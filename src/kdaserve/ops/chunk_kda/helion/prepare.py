@@ -9,9 +9,10 @@ import helion.language as hl
 import torch
 
 from kdaserve.contract import L2_EPS
-from kdaserve.ops.chunk_kda.helion.tiles import WIDEST, first_unit, inverse, meet, meet_by_levels, picks, split, sums, token_decay
+from kdaserve.ops.chunk_kda.helion.tiles import first_unit, inverse, meet, meet_by_levels, picks, split, sums, token_decay
 from kdaserve.ops.helion.launch import kernel
 from kdaserve.ops.helion.math import address, product, sigmoid
+from kdaserve.ops.jit.chunking import WIDEST
 
 
 @kernel("q", "k", "g", "dt_bias", "o", own=["rows", "pairs", "decay", "mark"])

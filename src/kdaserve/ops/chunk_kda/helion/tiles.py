@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 
 from kdaserve.contract import CHUNK
-from kdaserve.ops.helion.math import LOG2_E, log2_decay, product
+from kdaserve.ops.helion.math import log2_decay, product
 
 HALF = CHUNK // 2
 LEVELS = HALF.bit_length() - 1
-WIDEST = 124.0
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
-LEAST_BOUND = -WIDEST / (HALF // 2 * LOG2_E)
-"""The bounded gate cannot decay the 16 tokens to the middle of a half by more than that, down to this `lower_bound`."""
 
 
 def first_unit(start: Tensor, n: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.chunk_kda.triton import config
-from kdaserve.ops.chunk_kda.triton.config import processor
-from kdaserve.ops.forms import Form, in_any_memory
+from kdaserve.ops.forms import Form
 from kdaserve.ops.jit import prefill
+from kdaserve.ops.jit.chunking import bounded, forms_by_sequences, processor, units
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, strides
 from kdaserve.ops.prefill import PrefillCall
 
@@ -35,13 +35,12 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         copied["dt_bias"] = call.dt_bias.clone()
     if copied:
         call = dataclasses.replace(call, **copied)
-    return prefill.run(call, Launches, portable.bounded(call), *copied, fits=fits)
+    return prefill.run(call, Launches, bounded(call), *copied, fits=fits)
 
 
 def forms(call: PrefillCall) -> list[Form]:
     """See `kdaserve.ops.forms`."""
-    fewest = {_waits(call, n): n for n in range(processor(call.q.device)[0] // call.sizes["HV"] + 1, 0, -1)}
-    return in_any_memory(fewest.values())
+    return forms_by_sequences(call, lambda sequences: _waits(call, sequences))
 
 
 def compiled() -> int:
@@ -64,7 +63,7 @@ class Launches:
 
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         N, T, H, HV = (call.sizes[s] for s in ("N", "T", "H", "HV"))
-        records = portable.units(call) * HV
+        records = units(call) * HV
         self._workspace = [((records, HEADER.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
@@ -73,11 +72,11 @@ class Launches:
         self._prepare = Launch(
             prepare_kernel, records, [*pointers, order], (*[stride for x in pointers[:3] for stride in strides(x, 3)], *strides(o, 3)[1:]),
             (*strides(call.beta, 3), N, T, H, HV, at_a_time if records > at_a_time else 0),
-            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARK=not portable.bounded(call), ROLLED=False,
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARK=not bounded(call), ROLLED=False,
             PDL=True, num_warps=4, maxnreg=REGISTERS,
         )  # fmt: skip
         operands = config.operands(torch.bfloat16, call.use_qk_l2norm_in_kernel)
-        self._prepare_wide = None if portable.bounded(call) else portable.prepare(call, o, pointers, "only", operands)
+        self._prepare_wide = None if bounded(call) else portable.prepare(call, o, pointers, "only", operands)
         header, tiles = workspace
         others = self._others(call, h, snapshots)
         self._chain = chain(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order=order)

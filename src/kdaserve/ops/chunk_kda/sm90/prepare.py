@@ -25,9 +25,10 @@ from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import kernel
 
-WIDEST = gl.constexpr(124.0)
+WIDEST = gl.constexpr(chunking.WIDEST)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Products `[32, 32]` of the last step of E7."""

@@ -9,17 +9,14 @@ from torch import Tensor
 
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
-from kdaserve.ops.chunk_kda.triton.prepare import HALF, WIDEST, prepare_kernel
+from kdaserve.ops.chunk_kda.triton.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.triton.space import header, tiles
-from kdaserve.ops.forms import Form, in_any_memory
-from kdaserve.ops.jit import prefill
+from kdaserve.ops.forms import Form
+from kdaserve.ops.jit import chunking, prefill
 from kdaserve.ops.jit.launch import Launch, dense, gate_name, padded, strides
-from kdaserve.ops.jit.math import LOG2_E
 from kdaserve.ops.jit.states import C
 from kdaserve.ops.prefill import PrefillCall
 
-LEAST_BOUND = -WIDEST.value / (HALF.value // 2 * LOG2_E.value)
-"""The bounded gate cannot decay the 16 tokens to the middle of a half by more than `prepare` forms factors for, down to this `lower_bound`."""
 FARTHEST = 2**31 // C.value
 """Elements from token to token up to which the 32-bit offsets of `prepare` reach all of a chunk."""
 TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -27,39 +24,18 @@ TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    return prefill.run(call, Launches, bounded(call), fits=lambda o: o.stride(-1) == 1)
+    return prefill.run(call, Launches, chunking.bounded(call), fits=lambda o: o.stride(-1) == 1)
 
 
 def forms(call: PrefillCall) -> list[Form]:
     """See `kdaserve.ops.forms`."""
-    HV, processors = call.sizes["HV"], config.processor(call.q.device)[0]
-    # With more pairs of sequence and head than processors every slice is too small.
-    fewest = {_chain(call, n): n for n in range(processors // HV + 1, 0, -1)}
-    return in_any_memory(fewest.values())
+    dtype = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype
+    return chunking.forms_by_sequences(call, lambda sequences: chunking.chain_of(call, sequences, dtype))
 
 
 def compiled() -> int:
     """See `kdaserve.ops.forms`."""
     return len(prepare_kernel.compiled) + len(chain_kernel.compiled)
-
-
-def _chain(call: PrefillCall, sequences: int) -> config.Chain:
-    """The form of the chain kernel for so many sequences like those of `call`."""
-    HV, K, V = (call.sizes[s] for s in ("HV", "K", "V"))
-    products = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
-    saves = call.output_intermediate_states or call.track_state is not None or prefill.snapshots_of(call) is not None
-    return config.chain(sequences * HV, K, V, products, saves, *config.processor(call.q.device))
-
-
-def bounded(call: PrefillCall) -> bool:
-    """Whether no gate input can decay a half of a chunk by more than `prepare` forms factors for."""
-    return call.lower_bound is not None and call.lower_bound >= LEAST_BOUND
-
-
-def units(call: PrefillCall) -> int:
-    """How many chunks the workspace has room for; see `space`."""
-    B, T, N = (call.sizes[s] for s in ("B", "T", "N"))
-    return T // C.value + N if call.cu_seqlens is not None else B * triton.cdiv(T, C.value)
 
 
 def prepare_pointers(call: PrefillCall, o: Tensor, workspace: list[Tensor]) -> list[Tensor | None]:
@@ -74,7 +50,7 @@ def prepare(call: PrefillCall, o: Tensor, pointers: list[Tensor | None], wide: s
     kernel = config.PREPARE_WIDE if wide == "only" else config.PREPARE
     qkg = [stride for x in pointers[:3] for stride in strides(x, 3)]
     return Launch(
-        prepare_kernel, units(call) * HV, pointers, (*qkg, *strides(o, 3)[1:]), (*strides(call.beta, 3), N, T, H, HV),
+        prepare_kernel, chunking.units(call) * HV, pointers, (*qkg, *strides(o, 3)[1:]), (*strides(call.beta, 3), N, T, H, HV),
         K=K, V=V, BK=padded(K), BV=padded(V), BS=min(kernel.slice, padded(K)),
         GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw,
         WIDE=wide, PARTS=form.parts, OP=TL[form.dtype], PRECISION=form.precision, MERGE=TL[form.merge], MERGE_PRECISION=form.merge_precision,
@@ -88,17 +64,18 @@ class Launches:
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         T, N, HV, K, V = (call.sizes[s] for s in ("T", "N", "HV", "K", "V"))
         form = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel)
-        BK, records = padded(K), units(call) * HV
+        BK, records = padded(K), chunking.units(call) * HV
         self._workspace = [((records, header(BK)), torch.float32), ((records, tiles(BK)), form.dtype)]
         nothing = [o.new_empty(0, dtype=dtype) for _, dtype in self._workspace]
         pointers = prepare_pointers(call, o, nothing)
-        self._prepares = [prepare(call, o, pointers, wide, form) for wide in (("never",) if bounded(call) else ("marked", "only")) if records]
-        chain = _chain(call, N)
+        passes = ("never",) if chunking.bounded(call) else ("marked", "only")
+        self._prepares = [prepare(call, o, pointers, wide, form) for wide in passes if records]
+        chain = chunking.chain_of(call, N, form.dtype)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), self._chain_pointers(call, o, h, snapshots, nothing),
             strides(call.v, 3) + strides(o, 3) + strides(call.initial_state, 1) + strides(call.track_state, 1), (T, HV),
             K=K, V=V, BK=BK, BV=chain.slice, TRANSPOSED=chain.transposed, STAGES=chain.stages, OP=TL[form.dtype], PRECISION=form.precision,
-            num_warps=config.CHAIN_WARPS,
+            num_warps=chunking.CHAIN_WARPS,
         )  # fmt: skip
 
     def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 
 from kdaserve.ops.chunk_kda.triton.space import first_unit, header, sequence_of, tiles
+from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.math import L2_EPS, log2_decay, sigmoid
 from kdaserve.ops.jit.states import C
 
 HALF = tl.constexpr(32)
-WIDEST = tl.constexpr(124.0)
+WIDEST = tl.constexpr(chunking.WIDEST)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 NEAR = tl.constexpr(0.95)
 """A token repeats an earlier one if the product of their keys, decay included, is more than this share of the token's own square."""
