@@ -31,8 +31,8 @@ from sm90 import HOPPER, INTEGERS, STATES, TOOLS
 
 MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
 """Dtype, None for that of the inputs, box and layout."""
-CHAIN: dict[str, Any] = {"EARLY": True, "TOP": True, "SOON": True, "LOW_PART": "both", "PDL": True}
-PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "MARK": False, "ROLLED": False, "PDL": True, "maxnreg": REGISTERS}
+CHAIN: dict[str, Any] = {"SOON": True, "PDL": True}
+PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "MARK": False, "PDL": True, "maxnreg": REGISTERS}
 READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel: "wgmma.mma_async"}
 """The first instruction that reads, past the caches of the threads, what they have written to shared memory."""
 
@@ -107,9 +107,7 @@ def compilations(kernel: Kernel, unit: int) -> int:
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "chain": {**CHAIN, "absent": (*STATES, "p_order")},
-    "chain-late": {**CHAIN, "absent": (*STATES, "p_order"), "EARLY": False},
     "chain-order": {**CHAIN, "absent": STATES},
-    "chain-one-part": {**CHAIN, "absent": (*STATES, "p_order"), "LOW_PART": "none"},
     "chain-16-bits": {**CHAIN, "absent": (*STATES, "p_order"), "inputs": "fp16", "pool": "bf16"},
     "chain-any-memory": {**CHAIN, "absent": (*STATES, "p_order"), "unit": 1},
     "chain-h-track": {**CHAIN, "absent": ("p_sequence", "p_tokens", "p_slot")},

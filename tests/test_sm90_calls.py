@@ -87,7 +87,7 @@ def test_sequences_of_all_lengths(hopper: Callable[[int], None], multiprocessors
 
 
 def test_how_many_run_at_once_changes_no_bit(hopper: Callable[[int], None]):
-    """Neither the order of the sequences nor what is fetched ahead does."""
+    """It decides in which order the sequences start, and whether the chain is launched before prepare ends."""
     lengths, results = [3, 70, 1, 64, 0, 129, 5, 5], []
     for multiprocessors in (1, 4, MANY):
         hopper(multiprocessors)

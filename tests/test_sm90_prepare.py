@@ -132,9 +132,8 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
 
 
 def records(
-    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True, rolled: bool = False,
-    ahead: int = 0,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True
+) -> tuple[Tensor, ...]:
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
     B, T, H, _ = x["q"].shape
     HV, N = x["g"].shape[2], len(x["cu"]) - 1 if packed else B
@@ -145,8 +144,8 @@ def records(
     tensors = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None]
     launch = Launch(
         prepare.prepare_kernel, units * HV, tensors, (*[s for name in "qkg" for s in strides(x[name], 3)], *strides(o, 3)[1:]),
-        (*strides(x["beta"], 3), N, T, H, HV, ahead),
-        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, MARK=gate != "bounded" or mark, ROLLED=rolled, PDL=True,
+        (*strides(x["beta"], 3), N, T, H, HV),
+        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, MARK=gate != "bounded" or mark, PDL=True,
     )  # fmt: skip
     launch(tensors, SCALE, LOWER_BOUND)
     return tiles, header, o, order
@@ -198,16 +197,11 @@ def test_lengths(lengths: list[int], padding: int):
 
 
 def test_heads():
-    check([64, 65], 2, v_heads=4, padding=70, ahead=3)
+    check([64, 65], 2, v_heads=4, padding=70)
 
 
 def test_a_batch():
-    check([130], 1, v_heads=2, batch=2, packed=False, ahead=1)
-
-
-@pytest.mark.parametrize("kind", ["random", "period 2"])
-def test_slices_in_a_loop(kind: str):
-    check([130], kind=kind, rolled=True, ahead=2)
+    check([130], 1, v_heads=2, batch=2, packed=False)
 
 
 @pytest.mark.parametrize("kind", ["strong", "weak", "mixed", "steps", "small"])

@@ -180,15 +180,13 @@ def store_rows(p_o, o_t, sO, left):
 def consume(
     d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_token, column, length, chunks, behind, i_n, i_h, i_v, pool_s, track_s, o_t, HV, M, sBoxes, sV, sDecay, sO, full, empty,
-    EARLY: gl.constexpr, TOP: gl.constexpr, SOON: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr,
+    SOON: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute: E8 to E11 of all chunks of a sequence.
 
     The assembler counts products in flight within a block of code only. So rare branches and the wait for a chunk stand first in the loop, then all
     products of the chunk before are waited for, and what follows is one block.
     """
-    LOW_IN_S: gl.constexpr = LOW_PART == "both" or LOW_PART == "state"
-    LOW_IN_O: gl.constexpr = LOW_PART == "both" or LOW_PART == "output"
     sTiles = sBoxes._reinterpret(gl.bfloat16, [STAGES * 8, C, 64], sBoxes.layout)  # of a stage kd, qd, ke left, q.k, kd, qd, ke right, M beta
     sHalves = sDecay._reinterpret(gl.float32, [STAGES * 2, K // 2], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     o_S = (i_v * R + gl.arange(0, R, layout=gl.SliceLayout(1, STATE)))[:, None] * K + gl.arange(0, K // 2, layout=gl.SliceLayout(0, STATE))[None, :]
@@ -213,9 +211,6 @@ def consume(
     before = 0
     b_P = gl.zeros([R, C], gl.float32, STATE)
     b_o = warpgroup_mma_init(gl.zeros([R, C], gl.float32, STATE))
-    if not TOP:
-        b_A0 = operand(narrow(b_S0))
-        b_A1 = operand(narrow(b_S1))
     for i_c in range(chunks):
         if p_track is not None:
             if i_c == i_track:
@@ -234,9 +229,8 @@ def consume(
             b_v = sV.index(stage).permute([1, 0]).load(STATE)
             b_decay = sHalves.index(stage * 2).load(gl.SliceLayout(0, STATE))
         b_out = warpgroup_mma_wait(0, deps=[b_o])  # of the chunk before
-        if TOP:
-            b_A0 = operand(narrow(b_S0))
-            b_A1 = operand(narrow(b_S1))
+        b_A0 = operand(narrow(b_S0))
+        b_A1 = operand(narrow(b_S1))
         # E8, with E9 put around it: w and u are never formed. The first half of S q runs while r is computed.
         b_P = warpgroup_mma(b_A0, sTiles.index(tile).permute([1, 0]), b_P, use_acc=False, is_async=True)
         b_P = warpgroup_mma(b_A1, sTiles.index(tile + 4).permute([1, 0]), b_P, is_async=True)
@@ -250,41 +244,31 @@ def consume(
             b_decay = sHalves.index(stage * 2).load(gl.SliceLayout(0, STATE))
         b_v = wide(b_v)
         b_S0 = times(b_S0, b_decay[None, :])
-        if EARLY:
-            gl.thread_barrier()
-            mbarrier.arrive(empty.index(before), count=1, pred=i_c > 0)
         b_P = warpgroup_mma_wait(1, deps=[b_P])
         b_r = operand(difference(b_v, b_P))
         b_P = warpgroup_mma(b_r, sTiles.index(tile + 7).permute([1, 0]), b_P, use_acc=False, is_async=True)  # E9
         b_o = warpgroup_mma(b_A1, sTiles.index(tile + 5).permute([1, 0]), b_o, is_async=True)
         b_S1 = times(b_S1, sHalves.index(stage * 2 + 1).load(gl.SliceLayout(0, STATE))[None, :])
         b_P = warpgroup_mma_wait(1, deps=[b_P])
-        # v' as one bf16 number or two.
+        # v' as two bf16 numbers.
         b_narrow = narrow(b_P)
         b_high = operand(b_narrow)
         b_S0 = warpgroup_mma(b_high, sTiles.index(tile + 2), b_S0, is_async=True)  # E11
         b_S1 = warpgroup_mma(b_high, sTiles.index(tile + 6), b_S1, is_async=True)
-        if LOW_IN_S or LOW_IN_O:
-            b_low = operand(rest(b_P, b_narrow))
-        if LOW_IN_S:
-            b_S0 = warpgroup_mma(b_low, sTiles.index(tile + 2), b_S0, is_async=True)
-            b_S1 = warpgroup_mma(b_low, sTiles.index(tile + 6), b_S1, is_async=True)
+        b_low = operand(rest(b_P, b_narrow))
+        b_S0 = warpgroup_mma(b_low, sTiles.index(tile + 2), b_S0, is_async=True)
+        b_S1 = warpgroup_mma(b_low, sTiles.index(tile + 6), b_S1, is_async=True)
         b_o = warpgroup_mma(b_high, sTiles.index(tile + 3).permute([1, 0]), b_o, is_async=True)
-        if LOW_IN_O:
-            b_o = warpgroup_mma(b_low, sTiles.index(tile + 3).permute([1, 0]), b_o, is_async=True)
+        b_o = warpgroup_mma(b_low, sTiles.index(tile + 3).permute([1, 0]), b_o, is_async=True)
         # The output of the chunk before; before the first chunk it goes to rows that are not there. The matrix units are busy for longer than this.
         tma.store_wait(0)
         gl.thread_barrier()
-        if not EARLY:
-            mbarrier.arrive(empty.index(before), count=1, pred=i_c > 0)
+        mbarrier.arrive(empty.index(before), count=1, pred=i_c > 0)
         sO.permute([1, 0]).store(h_out)
         fence_async_shared()
         gl.thread_barrier()
         tma.async_copy_shared_to_global(d_o, [gl.where(i_c > 0, o_token + (i_c - 1) * C, behind), column], sO)
-        b_S0, b_S1 = warpgroup_mma_wait(2 if LOW_IN_O else 1, deps=[b_S0, b_S1])
-        if not TOP:
-            b_A0 = operand(narrow(b_S0))
-            b_A1 = operand(narrow(b_S1))
+        b_S0, b_S1 = warpgroup_mma_wait(2, deps=[b_S0, b_S1])
         before = stage
         stage += 1
         if stage == STAGES:
@@ -312,7 +296,7 @@ def chain_kernel(
     d_tiles, d_head, d_v, d_o, p_o, p_pool, p_index, p_cu, p_order, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_t: gl.int64, o_h: gl.int32, pool_s: gl.int64, track_s: gl.int64,
     v_b: gl.int32, v_h: gl.int32, o_b: gl.int32, behind: gl.int32, T: gl.int32, HV: gl.int32, M: gl.int32,
-    EARLY: gl.constexpr, TOP: gl.constexpr, SOON: gl.constexpr, LOW_PART: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    SOON: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E8 to E11 of all chunks of a sequence, the output written on the way, and the states at the boundaries that the call asks for.
 
@@ -324,10 +308,7 @@ def chain_kernel(
 
     Args:
         p_order: `[N]`, the sequence of the first program, of the second, ...: the longest first where not all run at once. None = as they come.
-        EARLY: the stage of a chunk is handed back as soon as its products are done, with a barrier of its own; else where the next output is stored.
-        TOP: the state is rounded to bf16 at the top of the loop; else at its end, while products of the output still run.
         SOON: v and decay are loaded before the first products are started; else behind them, which takes fewer registers.
-        LOW_PART: the products in which the rounding of v' is made up for by a second bf16 number: "both", "state" (E11), "output" (E10) or "none".
     """
     pid = gl.program_id(0)
     i_v = pid % (K // R)
@@ -364,7 +345,7 @@ def chain_kernel(
             (consume, (
                 d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
                 o_token, i_h * (o_h * UNIT) + i_v * R, length, chunks, behind, i_n, i_h, i_v, pool_s * UNIT, track_s * UNIT, o_t * UNIT, HV, M,
-                sBoxes, sV, sDecay, sO, full, empty, EARLY, TOP, SOON, LOW_PART, PDL,
+                sBoxes, sV, sDecay, sO, full, empty, SOON, PDL,
             )),
             (produce, (d_tiles, d_head, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty, PDL)),
         ],

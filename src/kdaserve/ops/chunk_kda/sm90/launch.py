@@ -45,7 +45,7 @@ def holds(records: int) -> bool:
 
 def chain(
     records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
-    *, order: Tensor | None = None, early: bool = True, top: bool = True, soon: bool | None = None, low_part: str = "both", dependent: bool = True,
+    *, order: Tensor | None = None, dependent: bool = True,
 ) -> Launch:  # fmt: skip
     """The launch of `chain_kernel` for tensors of this layout; what it is called with is `chain_tensors` of the same, and the number of snapshots.
 
@@ -54,7 +54,6 @@ def chain(
         v, o: `[B, T, HV, 128]`, as `tokens` takes them, bf16 or fp16; their addresses multiples of 16 bytes.
         pool: `[slots, HV, 128, 128]`, slots at any stride; others: as in `chain_tensors`.
         order: `[N]` int32, the sequence of each program; None = as they come.
-        early, top, soon, low_part: see `chain_kernel`.
         dependent: launched while the kernel before it in the stream, which must be `prepare`, still runs.
     """
     B, T, HV, _ = v.shape
@@ -72,8 +71,8 @@ def chain(
         chain_kernel, N * HV * (K.value // R.value), tensors,
         (map_o.stride, strides(o, 3)[2], *strides(pool, 1), *strides(track, 1)), (v_b, strides(v, 3)[2], o_b, map_o.rows, T, HV),
         maps=(tiles, headers_map, map_v, map_o),
-        # With snapshots to look for there are no registers left for it.
-        EARLY=early, TOP=top, SOON=slots is None if soon is None else soon, LOW_PART=low_part, PDL=dependent, num_warps=4, launch_pdl=dependent,
+        SOON=slots is None,  # with snapshots to look for there are no registers left for it
+        PDL=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
 
 

@@ -90,21 +90,6 @@ def prefetch_rows(p, stride, rows):
     gl.inline_asm_elementwise("{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
 
 
-@gluon.jit
-def prefetch_ahead(p_q, p_k, p_g, q_t, k_t, g_t, left):
-    """Brings 64 rows of each into the second cache, the last of the `left` ones again where there are no more."""
-    o = gl.arange(0, 2 * C, VECTOR)
-    o_r = gl.minimum(o // 2, left - 1)
-    o_c = (o % 2) * BS
-    for_q = (p_q + (o_r * q_t + o_c)).to(gl.int64)
-    for_k = (p_k + (o_r * k_t + o_c)).to(gl.int64)
-    for_g = (p_g + (o_r * g_t + o_c)).to(gl.int64)
-    gl.inline_asm_elementwise(
-        "{ prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0; }",
-        "=r,l,l,l", [for_q, for_k, for_g], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 # Products
 
 
@@ -197,8 +182,8 @@ def prepare_kernel(
     p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
     o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
-    N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, ahead: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, ROLLED: gl.constexpr, PDL: gl.constexpr,
+    N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
     UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
@@ -206,10 +191,8 @@ def prepare_kernel(
     Args:
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
-        ahead: how many programs run at a time; one brings the inputs of that which will take its place into the second cache. 0: none does.
         MARK: a half may decay too widely; the mark, 1 or 0, says whether one does, and the tiles of a marked chunk are not to be used. Otherwise the
             mark is not written.
-        ROLLED: the two slices of channels are a loop, which halves the code; else they are written out.
         PDL: the next kernel of the stream may start when all programs of this one have.
     """
     if PDL:
@@ -252,16 +235,6 @@ def prepare_kernel(
     q_t *= UNIT
     k_t *= UNIT
     g_t *= UNIT
-    if ahead > 0:
-        n_u = (pid + ahead) // HV
-        n_h = (pid + ahead) % HV
-        n_start = start + (n_u - i_u) * C
-        left = end - n_start
-        if left > 0:
-            n_q = p_q + (i_b * q_b * UNIT + n_start * q_t + (n_h // share) * q_h * UNIT)
-            n_k = p_k + (i_b * k_b * UNIT + n_start * k_t + (n_h // share) * k_h * UNIT)
-            n_g = p_g + (i_b * g_b * UNIT + n_start * g_t + n_h * g_h * UNIT)
-            prefetch_ahead(n_q, n_k, n_g, q_t, k_t, g_t, left.to(gl.int32))
     p_q += i_b * q_b * UNIT + start * q_t + i_hk * q_h * UNIT
     p_k += i_b * k_b * UNIT + start * k_t + i_hk * k_h * UNIT
     p_g += i_b * g_b * UNIT + start * g_t + i_h * g_h * UNIT
@@ -272,10 +245,7 @@ def prepare_kernel(
 
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
     o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
-    if ROLLED:
-        prefetch_rows(p_g, g_t, rows)
-    else:
-        xs = load_rows(p_g, g_t, i_t, o_c, rows)
+    prefetch_rows(p_g, g_t, rows)
     prefetch_rows(p_g + BS, g_t, rows)
     a = 1.0
     if GATE != "none":
@@ -292,22 +262,12 @@ def prepare_kernel(
     sC = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
     b_widest = gl.zeros([1, BS], gl.float32, OWN)
-    if ROLLED:
-        for s in range(2):
-            o_s = s * BS + o_c
-            xs = load_rows(p_g, g_t, i_t, o_s, rows)
-            b_widest = decay_slice(
-                s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows,
-                sRk, sRq, sC, sX, b_widest, GATE,
-            )  # fmt: skip
-    else:
-        for s in gl.static_range(2):
-            if s > 0:
-                xs = load_rows(p_g + s * BS, g_t, i_t, o_c, rows)
-            b_widest = decay_slice(
-                s, xs, p_k + s * BS, p_q + s * BS, p_bias, p_tiles + s * BS, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows,
-                sRk, sRq, sC, sX, b_widest, GATE,
-            )  # fmt: skip
+    for s in range(2):  # a loop: written out, the code would be twice as long and slower
+        o_s = s * BS + o_c
+        xs = load_rows(p_g, g_t, i_t, o_s, rows)
+        b_widest = decay_slice(
+            s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest, GATE
+        )  # fmt: skip
     if MARK:
         gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
     fence_async_shared()
