@@ -114,7 +114,7 @@ def test_the_last_chunk_is_stored_16_bytes_at_a_time(built: dict[str, dict[str, 
 
 @prepares
 def test_prepare_moves_16_bytes_at_a_time(built: dict[str, dict[str, Any]], name: str):
-    """q and k for the norms; g, q and k of a slice; tiles; not the numbers of the header, beta, and what keys that repeat take, a channel a thread."""
+    """q and k for the norms; g, q and k of a slice; tiles; not the header, beta, and what keys that repeat take, a channel a thread."""
     loads, stores = built[name]["loads"], built[name]["stores"]
     assert loads["LDG.E.128"] >= 16 + 4 + 8
     assert loads["LDG.E.U16"] <= 34
