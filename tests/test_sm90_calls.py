@@ -214,7 +214,7 @@ def test_views_of_one_projection(pad: int):
     packed = torch.full((1, 135, sum(widths)), NAN, dtype=BF16, device=DEVICE)
     for name, view in zip(DATA, packed.split(widths, -1), strict=False):
         call[name] = view.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:])
-    assert all(sm90.fits(call[name]) == (pad != 3) for name in "qkvg")
+    assert all(sm90.seen(call[name]) == (pad != 3) for name in "qkvg")
     check(call)
 
 
@@ -251,14 +251,14 @@ def test_entries_of_a_batch_apart(name: str, gap: int):
     call = inputs([65, 65], 2, batched=True)
     call["out"] = torch.full_like(call["v"], NAN)
     call[name] = elsewhere(call[name], gap, 8)
-    assert name == "beta" or sm90.fits(call[name]) == (gap == 512)
+    assert name == "beta" or sm90.seen(call[name]) == (gap == 512)
     check(call)
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied():
     far = torch.empty_strided((1, 64, 1, 128), (0, 2**25 + 8, 128, 1), dtype=BF16, device="meta")
-    assert not sm90.fits(far)
-    assert sm90.fits(torch.empty_strided(far.shape, (0, 2**25, 128, 1), dtype=BF16, device="meta"))
+    assert not sm90.seen(far)
+    assert sm90.seen(torch.empty_strided(far.shape, (0, 2**25, 128, 1), dtype=BF16, device="meta"))
 
 
 def test_head_major_and_expanded_inputs():
@@ -268,7 +268,7 @@ def test_head_major_and_expanded_inputs():
         call[name] = call[name].transpose(1, 2).contiguous().transpose(1, 2)
     call["k"] = call["k"][:1].expand_as(call["k"])
     call["g"] = call["g"][:, :, :1].expand_as(call["g"])
-    assert [name for name in "qkvg" if sm90.fits(call[name])] == ["k"]
+    assert [name for name in "qkvg" if sm90.seen(call[name])] == ["k"]
     check(call, out=torch.full_like(call["v"], NAN).transpose(1, 2).contiguous().transpose(1, 2))
 
 

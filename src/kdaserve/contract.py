@@ -93,29 +93,45 @@ DECODE: tuple[Argument, ...] = (
 )
 
 TABLE: dict[str, tuple[Argument, ...]] = {"chunk_kda": PREFILL, "recurrent_kda": PREFILL, "packed_decode_kda": DECODE}
+FLAGS: dict[str, tuple[str, ...]] = {
+    "chunk_kda": ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"),
+    "recurrent_kda": ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"),
+    "packed_decode_kda": ("use_qk_l2norm_in_kernel",),
+}
+_NAMES = {op: (tuple(a.name for a in table), (*FLAGS[op], "lower_bound", "scale", "check")) for op, table in TABLE.items()}
+"""By op its tensors and its options: what a call must have in common with another one to need no checks of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Layout:
-    """What the checks found out about one layout of a call's tensors; remembered.
+    """What the checks found out about calls with tensors of one layout and the same options; remembered.
 
     Attributes:
         sizes: by symbol.
+        scale: factor of the output, its default filled in.
         device_type: of all tensors.
         dtypes: of the floating-point tensors given, by name.
         extents: bytes from the first to the end of the last element of every tensor given, by name.
         written: names of those that are updated in place.
-        refusals: for `dispatch`, by backend, need of gradients and norm.
-        prepared: for backends, what they worked out from the layout, by what else it depends on.
+        refusals: for `dispatch`, by backend and need of gradients.
+        prepared: for backends, what they worked out from all this, by what else it depends on.
     """
 
     sizes: Mapping[str, int]
+    scale: float
     device_type: str
     dtypes: Mapping[str, torch.dtype]
     extents: Mapping[str, int]
     written: tuple[str, ...]
-    refusals: dict[tuple[str, bool, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
-    prepared: dict[tuple, Any] = dataclasses.field(default_factory=dict)
+    refusals: dict[tuple[str, bool], dict[str, str] | None] = dataclasses.field(default_factory=dict)
+    prepared: dict[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def once(self, key: Any, work_out: Callable[[], Any]) -> Any:
+        """What a backend has worked out under `key`, now or before."""
+        found = self.prepared.get(key)
+        if found is None:
+            found = self.prepared[key] = work_out()
+        return found
 
 
 _remembered: dict[tuple, Layout] = {}
@@ -130,14 +146,12 @@ class CheckedCall:
         op: name of the op.
         layout: what the checks found out.
         needs_grad: whether autograd records the call.
-        scale: factor of the output, its default filled in.
         use_qk_l2norm_in_kernel: whether q and k are normed inside.
     """
 
     op: str
     layout: Layout
     needs_grad: bool
-    scale: float
     use_qk_l2norm_in_kernel: bool
 
     @property
@@ -146,28 +160,32 @@ class CheckedCall:
         return self.layout.sizes
 
     @property
+    def scale(self) -> float:
+        """Factor of the output, its default filled in."""
+        return self.layout.scale
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """float32, or float64 when a tensor of the call is (S12)."""
         return torch.float64 if torch.float64 in self.layout.dtypes.values() else torch.float32
 
 
-def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, Any], relations: Callable[[str, dict[str, int]], None]) -> Layout:
-    """Checks all tensors of a call against `table`, then `relations` between the sizes.
+def checked_layout(op: str, arguments: Mapping[str, Any]) -> Layout:
+    """Checks all of a call that is neither an address nor a value in memory.
 
-    Raises: KDA102 to KDA112, KDA115 to KDA117, KDA121, KDA123.
+    Raises: KDA102 to KDA117, KDA121, KDA123 to KDA125.
     """
+    tensors, options = _NAMES[op]
     key: tuple | None
     try:
-        key = (op, *[None if (x := arguments[a.name]) is None else (x.shape, x.dtype, x.stride(), x.device) for a in table])
-    except (AttributeError, TypeError, RuntimeError):  # not all are plain tensors; which one is not, the checks will say
-        key = None
-    layout = _remembered.get(key) if key else None
+        given = [arguments[name] for name in options]
+        layouts = [None if (x := arguments[name]) is None else (x.shape, x.dtype, x.stride(), x.device) for name in tensors]
+        key = (op, *layouts, *given, *map(type, given))  # 1 equals True
+        layout = _remembered.get(key)
+    except (AttributeError, TypeError, RuntimeError):  # not all are what they should be; which one is not, the checks will say
+        key, layout = None, None
     if layout is None:
-        for argument in table:
-            _check_kind(op, argument, arguments, table[0].name)
-        sizes = _bind_sizes(op, table, arguments)
-        relations(op, sizes)
-        layout = _layout(table, arguments, sizes)
+        layout = _layout(op, arguments)
         if len(_remembered) >= REMEMBERED_AT_MOST:
             _remembered.clear()
         if key:
@@ -175,10 +193,20 @@ def check_tensors(op: str, table: tuple[Argument, ...], arguments: Mapping[str, 
     return layout
 
 
-def _layout(table: tuple[Argument, ...], arguments: Mapping[str, Any], sizes: dict[str, int]) -> Layout:
+def _layout(op: str, arguments: Mapping[str, Any]) -> Layout:
+    table = TABLE[op]
+    for argument in table:
+        _check_kind(op, argument, arguments, table[0].name)
+    sizes = _bind_sizes(op, table, arguments)
+    (decode_relations if table is DECODE else prefill_relations)(op, sizes)
+    for flag in FLAGS[op]:
+        check_flag(op, flag, arguments[flag])
+    _check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
+    _check_level(op, arguments["check"])
     given = [(a, arguments[a.name]) for a in table if arguments[a.name] is not None]
     return Layout(
         sizes=sizes,
+        scale=_checked_scale(op, arguments["scale"], sizes["K"]),
         device_type=given[0][1].device.type,
         dtypes={a.name: x.dtype for a, x in given if x.is_floating_point()},
         extents={a.name: memory.extent(x) for a, x in given},
@@ -284,7 +312,7 @@ def _check_head_dims(op: str, sizes: dict[str, int]) -> None:
             raise error("KDA111", op=op, symbol=symbol, got=sizes[symbol])
 
 
-def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
+def _check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
     """KDA113, KDA114: which gate formula is asked for."""
     if A_log is None:
         for name, value in (("dt_bias", dt_bias), ("lower_bound", lower_bound)):
@@ -296,7 +324,7 @@ def check_gate(op: str, A_log: Any, dt_bias: Any, lower_bound: Any) -> None:
             raise error("KDA114", op=op, got=_shown(lower_bound))
 
 
-def check_scale(op: str, scale: Any, K: int) -> float:
+def _checked_scale(op: str, scale: Any, K: int) -> float:
     """The scale of a call, KDA124 when it is not finite."""
     if scale is None:
         return K**-0.5
@@ -321,7 +349,7 @@ def check_flag(op: str, name: str, value: Any) -> None:
 CHECKS = ("shapes", "values")
 
 
-def check_level(op: str, check: Any) -> None:
+def _check_level(op: str, check: Any) -> None:
     """KDA125 for an unknown level of checking."""
     if not guards.is_one_of(check, CHECKS):
         raise error("KDA125", op=op, option="check", got=repr(check), expected=", ".join(CHECKS))
@@ -332,7 +360,9 @@ def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None
     places = [(name, arguments[name].data_ptr(), extent) for name, extent in layout.extents.items()]
     for name in layout.written:
         tensor = arguments[name]
-        if not guards.can_update_in_place(tensor):
+        # A plain tensor can be updated; the guard takes longer.
+        plain = not (tensor.requires_grad or tensor.is_inference()) and tensor._base is None
+        if not plain and not guards.can_update_in_place(tensor):
             raise error("KDA122", op=op, argument=name)
         start = tensor.data_ptr()
         end = start + layout.extents[name]
@@ -346,21 +376,17 @@ def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None
 Record = TypeVar("Record", bound=CheckedCall)
 
 
-def checked_record(record: type[Record], op: str, layout: Layout, flags: tuple[str, ...], arguments: Mapping[str, Any]) -> Record:
-    """Checks what is no tensor, and what will be written; the record of a call whose tensors have been checked.
+def checked_record(record: type[Record], op: str, arguments: Mapping[str, Any]) -> Record:
+    """The record of a checked call.
 
-    Raises: KDA108, KDA113, KDA114, KDA121, KDA122, KDA124, KDA125.
+    Raises: KDA102 to KDA117, KDA121 to KDA125.
     """
-    for flag in flags:
-        check_flag(op, flag, arguments[flag])
-    check_gate(op, arguments["A_log"], arguments["dt_bias"], arguments["lower_bound"])
-    check_level(op, arguments["check"])
+    layout = checked_layout(op, arguments)
     check_written(op, layout, arguments)
     return record(
         op=op,
         layout=layout,
         needs_grad=torch.is_grad_enabled() and any(arguments[name].requires_grad for name in layout.dtypes),
-        scale=check_scale(op, arguments["scale"], layout.sizes["K"]),
         use_qk_l2norm_in_kernel=arguments["use_qk_l2norm_in_kernel"],
         **{name: arguments[name] for name in record.__slots__ if name in arguments},  # the fields that an op adds to those of CheckedCall
     )

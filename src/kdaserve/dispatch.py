@@ -57,7 +57,7 @@ class Backend:
 
     def refusal(self, call: CheckedCall) -> dict[str, str] | None:
         """None when it takes the call, else what is required, supported and missing."""
-        key = self.name, call.needs_grad, call.use_qk_l2norm_in_kernel
+        key = self.name, call.needs_grad
         if key not in call.layout.refusals:
             call.layout.refusals[key] = self._refusal(call)
         return call.layout.refusals[key]
@@ -248,10 +248,9 @@ def choose(call: CheckedCall, name: str) -> Backend:
             if call.layout.device_type in backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
                 return backend
         raise error("KDA204", op=call.op, reasons="; ".join(f"{b} {why}" for b, why in reasons(call, None).items()))
-    names = [b.name for b in BACKENDS]
-    if not guards.is_one_of(name, names):
-        raise error("KDA201", op=call.op, got=repr(name), known=", ".join(["auto", *names]))
-    named = BACKENDS[names.index(name)]
+    named = next((backend for backend in BACKENDS if guards.is_one_of(name, (backend.name,))), None)
+    if named is None:
+        raise error("KDA201", op=call.op, got=repr(name), known=", ".join(["auto", *(backend.name for backend in BACKENDS)]))
     reason = named.unavailable()
     if reason is not None:
         raise error("KDA202", op=call.op, backend=name, reason=reason)

@@ -11,7 +11,6 @@ from torch import Tensor
 from kdaserve import contract, values
 
 OP = "packed_decode_kda"
-FLAGS = ("use_qk_l2norm_in_kernel",)
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -38,9 +37,8 @@ class DecodeCall(contract.CheckedCall):
 
 def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
     """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
-    layout = contract.check_tensors(OP, contract.DECODE, arguments, contract.decode_relations)
-    call = contract.checked_record(DecodeCall, OP, layout, FLAGS, arguments)
+    call = contract.checked_record(DecodeCall, OP, arguments)
     values.check_decode_indices(call, sync=arguments["check"] == "values")
-    if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
+    if arguments["check"] == "values" and call.layout.device_type != "meta":  # no values there; dispatch refuses the device
         values.check_decode_data(call)
     return call

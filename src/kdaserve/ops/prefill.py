@@ -13,8 +13,6 @@ from kdaserve.errors import error
 from kdaserve.plan import PrefillPlan, plan_prefill, sequence_lengths
 from kdaserve.snapshots import Snapshots
 
-FLAGS = ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw")
-
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class PrefillCall(contract.CheckedCall):
@@ -63,12 +61,11 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
     plan, q = arguments["plan"], arguments["q"]
     if plan is not None and guards.has_ndim(q, 4):
         _check_plan(op, plan, q, arguments["initial_state_indices"])
-        if arguments["cu_seqlens"] is None and len(q) == 1:
+        if arguments["cu_seqlens"] is None and q.shape[0] == 1:
             arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
-    layout = contract.check_tensors(op, contract.PREFILL, arguments, contract.prefill_relations)
-    call = contract.checked_record(PrefillCall, op, layout, FLAGS, arguments)
+    call = contract.checked_record(PrefillCall, op, arguments)
     values.check_prefill_indices(call, sync=arguments["check"] == "values")
-    if arguments["check"] == "values" and layout.device_type != "meta":  # no values there; dispatch refuses the device
+    if arguments["check"] == "values" and call.layout.device_type != "meta":  # no values there; dispatch refuses the device
         values.check_prefill_data(call)
     return call
 
@@ -85,8 +82,8 @@ def _check_pairs(op: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_plan(op: str, plan: PrefillPlan, q: Tensor, indices: Any) -> None:
-    B, T = q.shape[:2]
-    sequences = len(indices) if guards.has_ndim(indices, 1) else B
+    B, T, *_ = q.shape
+    sequences = indices.shape[0] if guards.has_ndim(indices, 1) else B
     if len(plan.lengths) != sequences:
         problem = f"it has {len(plan.lengths)} sequences, the call has {sequences}"
     elif B > 1 and any(n != T for n in plan.lengths):

@@ -139,13 +139,13 @@ class Launch:
         for i in self._kernel.vectors:
             if (addresses[i] or 0) & 15:
                 unit = 1
-        arguments = (*self._numbers[unit], *numbers, *self._constants, unit)
         start = self._starts.get(unit) or self._find(unit)
         if start is None or profiled():
-            return self._launch(tensors, arguments, unit)
+            return self._launch(tensors, (*self._numbers[unit], *numbers, *self._constants, unit), unit)
         if self._encoded:
             addresses = self._mapped(start, addresses)
-        start.function(self._programs, 1, 1, triton.runtime.driver.active.get_current_stream(self._device), *start.settings, *addresses, *arguments)
+        stream = start.stream(self._device)
+        start.function(self._programs, 1, 1, stream, *start.settings, *addresses, *self._numbers[unit], *numbers, *self._constants, unit)
         return None
 
     def _find(self, unit: int) -> _Start | None:
@@ -185,10 +185,12 @@ class _Start:
     """What starts a compiled kernel on triton 3.6, past what it does in Python at every launch.
 
     Attributes:
+        stream: gives the current stream of a device.
         function: takes the grid, the stream, `settings`, and the arguments.
         maps: of each tensor map, what its encoding takes besides address, shape and strides: swizzle, size and type of an element, box.
     """
 
+    stream: Callable
     function: Callable
     settings: tuple
     maps: tuple[tuple, ...]
@@ -203,7 +205,10 @@ class _Start:
         # With tensor maps, Triton wraps the function in one that encodes them.
         function = inspect.getclosurevars(run.launch).nonlocals["launcher"] if maps else run.launch
         settings = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
-        return cls(function, settings, tuple((m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"]) for m in maps))
+        stream = triton.runtime.driver.active.get_current_stream
+        return cls(
+            stream, function, settings, tuple((m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"]) for m in maps)
+        )
 
 
 def _descriptor(tensor: Tensor | None, matrix: Matrix) -> Any:

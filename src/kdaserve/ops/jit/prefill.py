@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kdaserve.ops.jit.launch import dense, gate_name
+from kdaserve.ops.jit.launch import dense
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
 
@@ -25,19 +25,16 @@ class Launches(Protocol):
 def run(
     call: PrefillCall, make: Callable[..., Launches], *kind: Any, fits: Callable[[Tensor], bool] = lambda o: True
 ) -> tuple[Tensor, Tensor | None]:
-    """Runs a call by what `make(call, o, h, snapshots)` gives, which is made once for its layout and `kind`.
+    """Runs a call by what `make(call, o, h, snapshots)` gives, which is made once for its layout, its options and `kind`.
 
     Args:
-        fits: whether the output can be written where it belongs; if not it is copied there.
+        fits: whether an output that the caller gives can be written where it is; if not it is copied there.
     """
     out, h, snapshots = output(call), new_states(call), snapshots_of(call)
     if call.sizes["N"] == 0:
         return out.zero_(), h
-    o = out if fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
-    key = (make, kind, o is out, *options(call, h, snapshots))
-    launches = call.layout.prepared.get(key)
-    if launches is None:
-        launches = call.layout.prepared[key] = make(call, o, h, snapshots)
+    o = out if call.out is None or fits(out) else torch.empty_like(out, memory_format=torch.contiguous_format)
+    launches = call.layout.once((make, kind, o is out, dtypes_of(snapshots)), lambda: make(call, o, h, snapshots))
     launches(call, o, h, snapshots)
     if o is not out:
         out.copy_(o)
@@ -55,7 +52,6 @@ def snapshots_of(call: PrefillCall) -> Snapshots:
     return call.snapshots.on(call.q.device) if call.snapshots is not None and len(call.snapshots.slot) else None
 
 
-def options(call: PrefillCall, h: Tensor | None, snapshots: Snapshots) -> tuple:
-    """What sets the launches of calls of one layout apart."""
-    dtypes = None if snapshots is None else tuple(x.dtype for x in snapshots)
-    return gate_name(call), call.use_qk_l2norm_in_kernel, call.beta_is_raw, h is None, dtypes
+def dtypes_of(snapshots: Snapshots) -> tuple[torch.dtype, ...] | None:
+    """What sets the launches of calls of one layout with the same options apart."""
+    return None if snapshots is None else tuple(x.dtype for x in snapshots)

@@ -67,10 +67,7 @@ def run(call: DecodeCall) -> None:
         call.out,
         dense(call.ssm_state_indices),
     )
-    key = packed_decode_kda_kernel, call.use_qk_l2norm_in_kernel, call.lower_bound is None
-    launch = call.layout.prepared.get(key)
-    if launch is None:
-        launch = call.layout.prepared[key] = _prepare(call, tensors)
+    launch = call.layout.once(packed_decode_kda_kernel, lambda: _prepare(call, tensors))
     launch(tensors, call.scale, call.lower_bound or 0.0)
 
 

@@ -12,7 +12,7 @@ from kdaserve.ops.helion.launch import Launch, Variant, flat, kernel
 from kdaserve.ops.helion.math import log2_decay, sigmoid, token
 from kdaserve.ops.helion.states import ENTRIES, saved
 from kdaserve.ops.jit.launch import dense, gate_name, padded, rows_of_state, strides
-from kdaserve.ops.jit.prefill import options, snapshots_of
+from kdaserve.ops.jit.prefill import dtypes_of, snapshots_of
 from kdaserve.ops.prefill import PrefillCall
 from kdaserve.ops.tokens import new_states, output
 
@@ -135,10 +135,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
         "track_chunk": dense(call.track_chunk_idx),
         **dict(zip(("sequence", "tokens", "slots"), snapshots or (None, None, None), strict=True)),
     }
-    key = (recurrent_kda_kernel, *options(call, h, snapshots))
-    launch = call.layout.prepared.get(key)
-    if launch is None:
-        launch = call.layout.prepared[key] = _prepare(call, tensors)
+    launch = call.layout.once((recurrent_kda_kernel, dtypes_of(snapshots)), lambda: _prepare(call, tensors))
     launch(tuple(tensors.values()), 0 if snapshots is None else len(snapshots[0]), call.scale, call.lower_bound or 0.0)
     return out, h
 

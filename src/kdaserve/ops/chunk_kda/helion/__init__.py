@@ -26,7 +26,7 @@ from kdaserve.ops.prefill import PrefillCall
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    return prefill.run(call, Launches, chunking.bounded(call), fits=lambda o: o.stride(-1) == 1)
+    return prefill.run(call, Launches, fits=lambda o: o.stride(-1) == 1)
 
 
 def forms(call: PrefillCall) -> list[Form]:

@@ -33,12 +33,15 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
     if call.sizes["T"] == 0:  # of nothing there is no tensor map
         return portable.run(call)
-    copied = {name: x.clone(memory_format=torch.contiguous_format) for name in ("q", "k", "v", "g") if not fits(x := getattr(call, name))}
-    if call.dt_bias is not None and call.dt_bias.data_ptr() % 16:
-        copied["dt_bias"] = call.dt_bias.clone()
+    unseen = call.layout.once(_unseen, lambda: _unseen(call))
+
+    def fits(name: str, x: Tensor | None) -> bool:
+        return x is None or (name not in unseen and x.data_ptr() % 16 == 0)
+
+    copied = [name for name in ("q", "k", "v", "g", "dt_bias") if not fits(name, getattr(call, name))]
     if copied:
-        call = dataclasses.replace(call, **copied)
-    return prefill.run(call, Launches, bounded(call), *copied, fits=fits)
+        call = dataclasses.replace(call, **{name: getattr(call, name).clone(memory_format=torch.contiguous_format) for name in copied})
+    return prefill.run(call, Launches, *copied, fits=lambda out: fits("out", out))
 
 
 def forms(call: PrefillCall) -> list[Form]:
@@ -51,9 +54,14 @@ def compiled() -> int:
     return len(prepare_kernel.compiled) + len(chain_kernel.compiled) + portable.compiled()
 
 
-def fits(x: Tensor) -> bool:
-    """Whether the kernels can read or write `x` `[B, T, heads, K]` where it is: rows at multiples of 16 bytes, in the order of a matrix."""
-    return x.data_ptr() % 16 == 0 and x.stride(1) <= portable.FARTHEST and tokens(x) is not None
+def seen(x: Tensor) -> bool:
+    """Whether the kernels can read or write `x` `[B, T, heads, K]` if it starts at a multiple of 16 bytes: rows that do, in the order of a matrix."""
+    return x.stride(1) <= portable.FARTHEST and tokens(x) is not None
+
+
+def _unseen(call: PrefillCall) -> frozenset[str]:
+    """Names of the tensors that the kernels cannot read or write where they are, at any address."""
+    return frozenset(name for name in ("q", "k", "v", "g", "out") if (x := getattr(call, name)) is not None and not seen(x))
 
 
 def _waits(call: PrefillCall, sequences: int) -> bool:
@@ -66,7 +74,7 @@ class Launches:
 
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         N, T, H, HV = (call.sizes[s] for s in ("N", "T", "H", "HV"))
-        records = units(call) * HV
+        self._records = records = units(call) * HV
         self._workspace = [((records, HEADER.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
@@ -88,7 +96,7 @@ class Launches:
         """Launches the kernels."""
         (header, tiles), order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, [header, tiles])
-        if len(header):
+        if self._records:
             self._prepare([*pointers, order], call.scale, call.lower_bound or 0.0)
             if self._prepare_wide is not None:
                 self._prepare_wide(pointers, call.scale, call.lower_bound or 0.0)

@@ -24,7 +24,7 @@ TL = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
-    return prefill.run(call, Launches, chunking.bounded(call), fits=lambda o: o.stride(-1) == 1)
+    return prefill.run(call, Launches, fits=lambda o: o.stride(-1) == 1)
 
 
 def forms(call: PrefillCall) -> list[Form]:
