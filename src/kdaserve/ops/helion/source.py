@@ -45,7 +45,7 @@ def load(name: str, facts: tuple, generate: Callable[[], str]) -> Callable:
 @functools.cache
 def _sources() -> str:
     """Of every module that Helion may have traced."""
-    files = [PACKAGE / "contract.py", *PACKAGE.glob("ops/**/helion.py"), *PACKAGE.glob("ops/**/helion/*.py")]
+    files = [PACKAGE / "contract.py", PACKAGE / "ops/jit/chunking.py", *PACKAGE.glob("ops/**/helion.py"), *PACKAGE.glob("ops/**/helion/*.py")]
     return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""How a prefill by `prepare` and `chain` is cut: room for chunks, decay that needs no marks, the form of the chain with measurements behind it."""
+"""How a prefill by `prepare` and `chain` is cut: room for chunks, decay that needs no marks, keys that repeat, the measured forms of the chain."""
 
 from __future__ import annotations
 
@@ -19,6 +19,10 @@ WIDEST = 124.0
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 LEAST_BOUND = -WIDEST / (CHUNK // 4 * math.log2(math.e))
 """The bounded gate cannot decay the 16 tokens to the middle of a half by more than that, down to this `lower_bound`."""
+NEAR = 0.95
+"""A token repeats an earlier one if the product of their keys, decay included, is more than this share of the token's own square."""
+OFTEN = 8
+"""Keys of a chunk repeat often if one token in so many repeats an earlier one; `prepare` then writes the chunk in another basis."""
 
 
 def bounded(call: PrefillCall) -> bool:

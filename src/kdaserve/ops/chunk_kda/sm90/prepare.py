@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, load_rows, norms, rcp
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
-from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, without_repetitions
+from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import kernel
@@ -144,7 +144,7 @@ def finish(
     beta_row = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(2, HALVES)), rows, BETA_RAW)[:, :, None]
     beta_col = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(1, HALVES)), rows, BETA_RAW)[:, None, :]
     beta_first = load_beta(p_beta, beta_t, gl.arange(0, 32, gl.SliceLayout(0, PRODUCT)), rows, BETA_RAW)[None, :]
-    if repetitions * 8 >= rows:
+    if repetitions * OFTEN >= rows:
         b_A, b_Ax, b_qk, b_qkx = without_repetitions(
             b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
         )  # fmt: skip

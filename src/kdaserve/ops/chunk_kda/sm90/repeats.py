@@ -11,9 +11,10 @@ from triton.experimental.gluon import language as gl
 from kdaserve.ops.chunk_kda.sm90.decay import TB, ex2, gate
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.space import K
+from kdaserve.ops.jit import chunking
 
-NEAR = gl.constexpr(0.95)
-"""A token repeats an earlier one if the product of their keys, decay included, is more than this share of the token's own square."""
+NEAR = gl.constexpr(chunking.NEAR)
+OFTEN = gl.constexpr(chunking.OFTEN)
 
 
 @gluon.jit

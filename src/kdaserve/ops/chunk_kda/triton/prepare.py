@@ -28,8 +28,8 @@ from kdaserve.ops.jit.states import C
 HALF = tl.constexpr(32)
 WIDEST = tl.constexpr(chunking.WIDEST)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
-NEAR = tl.constexpr(0.95)
-"""A token repeats an earlier one if the product of their keys, decay included, is more than this share of the token's own square."""
+NEAR = tl.constexpr(chunking.NEAR)
+OFTEN = tl.constexpr(chunking.OFTEN)
 
 
 @triton.jit
@@ -414,7 +414,7 @@ def prepare_kernel(
     b_qk11 = tl.where(row >= col, b_qk11, 0.0)
     b_qk22 = tl.where(row >= col, b_qk22, 0.0)
     store_halves(p_qk, b_qk11, b_qk21, b_qk22, OP)
-    many_repeat = repeats * 8 >= tl.minimum(rows, C)
+    many_repeat = repeats * OFTEN >= tl.minimum(rows, C)
     if many_repeat:
         b_n11 = picks(b_last11, PARTS)
         b_n21 = picks(b_last21, PARTS)
