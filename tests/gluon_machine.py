@@ -147,8 +147,12 @@ class Shared:
 
     def read(self) -> Tensor:
         """By the matrix units or TMA."""
-        assert not self.owner.written, f"an asynchronous read of what threads have {self.owner.written}, with no barrier behind a fence"
+        self.free()
         return self.x
+
+    def free(self) -> None:
+        """For asynchronous copies."""
+        assert not self.owner.written, f"read or written past the threads, which have {self.owner.written} to it, with no barrier behind a fence"
 
 
 class Product:

@@ -3,7 +3,8 @@
 What is asynchronous on the GPU is as late or as early here as the kernel allows. A product of `warpgroup_mma` is computed when it is waited for, and
 reads shared memory then; a store by TMA reads it when `store_wait` says so. A copy to shared memory is there at once. Groups of warps take turns at
 barriers, with `eager` the others first: then the producer overwrites a stage as soon as it may. A wrong phase, a missing arrival, or a wrong number
-of bytes ends with everyone waiting, which is an error; so is an asynchronous read of what threads have written without a fence and a barrier behind.
+of bytes ends with everyone waiting, which is an error; so is an asynchronous read or write where threads have written, without a fence and a barrier
+behind.
 
     (chain,) = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "chain")
 
@@ -278,6 +279,7 @@ def barrier_wait(bar: Shared, phase: Any, pred: Any = True, deps: Sequence[Any] 
 
 def copy_in(d: Descriptor, corner: Sequence[Any], bar: Shared, result: Shared, pred: Any = True) -> None:
     if bool(pred):
+        result.free()
         d.copy(corner, result.x, out=False)
         _change(bar, True, size=-result.x.numel() * result.x.element_size())
 

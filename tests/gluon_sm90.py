@@ -30,6 +30,7 @@ from kdaserve.ops.jit.launch import UNIT, Kernel
 from sm90 import HOPPER, INTEGERS, STATES, TOOLS
 
 MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
+MAPS |= {f"d_{name}": (None, [64, 64], TILE) for name in "qkg"}
 """Dtype, None for that of the inputs, box and layout."""
 CHAIN: dict[str, Any] = {"SOON": True, "PDL": True}
 PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "MARK": False, "PDL": True, "maxnreg": REGISTERS}
@@ -38,7 +39,7 @@ READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel
 
 
 def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT, **constants: Any) -> dict:
-    """Registers, bytes of stack and of shared memory, products, loads and stores, and what the assembler warns of."""
+    """Registers, bytes of stack and of shared memory, products, loads, stores and copies by TMA, and what the assembler warns of."""
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
@@ -77,6 +78,7 @@ def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", po
         "products": len(re.findall(r"\bHGMMA\.", sass)),
         "stores": collections.Counter(re.findall(r"\bSTG\.[A-Z0-9.]+", sass)),
         "loads": collections.Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", sass)),
+        "copies": len(re.findall(r"\bUTMALDG\.", sass)),
         "fenced": fenced(compiled.asm["ptx"], READERS[kernel]),
         "warnings": [line for line in (said.stdout + said.stderr).splitlines() if "wgmma" in line.lower()],
     }

@@ -13,12 +13,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import gluon_on_cpu
-from kdaserve.ops.jit.launch import Launch, strides
-from kdaserve.testing import assert_close
+from kdaserve.testing import assert_close, assert_same_bits
 
 SCALE, LOWER_BOUND = 128**-0.5, -5.0
 BF16, FP16, NAN = torch.bfloat16, torch.float16, float("nan")
-(prepare,) = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "prepare")
+launch, prepare, repeats = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "repeats")
+PROGRAMS = 5
+"""They share the records of a call: fewer than there are in most tests, and more in some."""
 Call = dict[str, Any]
 
 
@@ -132,22 +133,22 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
 
 
 def records(
-    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True
-) -> tuple[Tensor, ...]:
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True,
+    programs: int = PROGRAMS,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
-    B, T, H, _ = x["q"].shape
-    HV, N = x["g"].shape[2], len(x["cu"]) - 1 if packed else B
+    B, T, HV, _ = x["g"].shape
+    N = len(x["cu"]) - 1 if packed else B
     units = T // 64 + N if packed else B * -(-T // 64)
     tiles, header = torch.full((units * HV * 256, 128), NAN, dtype=BF16), torch.full((units * HV, 160), NAN)
     o, order = torch.full((B, T, HV, 128), 7.0, dtype=x["q"].dtype), torch.full((N,), -1, dtype=torch.int32)
     inputs, parameters = [x[name] for name in ("q", "k", "g", "beta")], (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
-    tensors = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles, order if packed else None]
-    launch = Launch(
-        prepare.prepare_kernel, units * HV, tensors, (*[s for name in "qkg" for s in strides(x[name], 3)], *strides(o, 3)[1:]),
-        (*strides(x["beta"], 3), N, T, H, HV),
+    pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles]
+    start = launch.prepare(
+        pointers, order if packed else None, units * HV, programs, N,
         GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, MARK=gate != "bounded" or mark, PDL=True,
     )  # fmt: skip
-    launch(tensors, SCALE, LOWER_BOUND)
+    start(launch.prepare_tensors(pointers, order if packed else None), SCALE, LOWER_BOUND)
     return tiles, header, o, order
 
 
@@ -190,10 +191,38 @@ def check(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "padding"), [([130, 1, 63], 0), ([2, 7, 8, 64, 65], 0), ([0, 3, 0, 0, 70, 0], 70), ([0, 0], 0), ([1, 2, 1, 3, 0, 2] * 43, 0)]
+    ("lengths", "padding"), [([130, 1, 63], 0), ([2, 7, 8, 64, 65], 0), ([0, 3, 0, 0, 70, 0], 70), ([0, 0], 70), ([1, 2, 1, 3, 0, 2] * 43, 0)]
 )
 def test_lengths(lengths: list[int], padding: int):
     check(lengths, padding=padding)
+
+
+def test_how_many_programs_share_the_records_changes_no_bit():
+    """Nor does it matter whether the records before have chunks, and many repetitions or none."""
+    x = inputs([64, 0, 130, 0, 0, 70, 1], 2, kind="period 16", v_heads=4, padding=200)
+    x["k"][:, :100] = torch.randn(100, 2, 128, generator=torch.Generator().manual_seed(2))
+    want = records(x, mark=True, programs=1)
+    for programs in (3, 8, 1000):
+        for got, expected in zip(records(x, mark=True, programs=programs), want, strict=True):
+            assert_same_bits(got, expected, f"of {programs} programs")
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_what_is_behind_a_sequence_is_not_seen(batched: bool):
+    """NaN in the next sequence of a pack, or between the entries of a batch: not in the record of the last chunk, whose box it is in."""
+    lengths, x = [70] if batched else [70, 58], {}
+    for poisoned in (False, True):
+        x[poisoned] = inputs(lengths, 1, batch=2 if batched else 1)
+        for name in "qkg":
+            whole = torch.full((2, 128, 1, 128), NAN if poisoned else 1.0, dtype=BF16)
+            if batched:
+                x[poisoned][name] = whole[:, :70].copy_(x[poisoned][name])
+            elif poisoned:
+                x[poisoned][name][:, 70:] = NAN
+    got, want = (records(x[poisoned], packed=not batched) for poisoned in (True, False))
+    chunks = 4 if batched else 2
+    assert_same_bits(got[0][: chunks * 256], want[0][: chunks * 256], "tiles")
+    assert_same_bits(got[1][:chunks, :128], want[1][:chunks, :128], "decay")
 
 
 def test_heads():
@@ -277,6 +306,9 @@ def test_marks(gate: str):
 
 
 def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(prepare, "fence_async_shared", lambda: None)
-    with pytest.raises(AssertionError, match="barrier behind a fence"):
-        check([64])
+    """Before the products, and before copies to where keys that repeat were worked on."""
+    for module, kind in ((prepare, "random"), (repeats, "period 2")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, "fence_async_shared", lambda: None)
+            with pytest.raises(AssertionError, match="barrier behind a fence"):
+                records(inputs([128], kind=kind), programs=1)

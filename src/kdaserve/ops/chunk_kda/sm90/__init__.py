@@ -12,18 +12,18 @@ from torch import Tensor
 
 from kdaserve.ops.chunk_kda import triton as portable
 from kdaserve.ops.chunk_kda.sm90.chain import R, chain_kernel
-from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, tokens
+from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, prepare, prepare_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.forms import Form
 from kdaserve.ops.jit import prefill
 from kdaserve.ops.jit.chunking import bounded, forms_by_sequences, processor, units
-from kdaserve.ops.jit.launch import Launch, dense, gate_name, strides
+from kdaserve.ops.jit.launch import dense, gate_name
 from kdaserve.ops.prefill import PrefillCall
 
 PROGRAMS, REGISTERS = 3, 168
-"""Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves."""
+"""Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves; with 2, 255."""
 SHORT = 4
 """Turns of `prepare` up to which the chain is launched before it ends: 2 µs fewer. With many turns the halves of V then read records at different
 times, and so from memory twice: 64 heads of 8192 tokens take 0.61 ms instead of 0.56."""
@@ -73,18 +73,18 @@ class Launches:
     """What runs calls of one layout."""
 
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
-        N, T, H, HV = (call.sizes[s] for s in ("N", "T", "H", "HV"))
+        N, HV = call.sizes["N"], call.sizes["HV"]
         self._records = records = units(call) * HV
         self._workspace = [((records, HEADER.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, workspace)
-        dependent = records <= SHORT * PROGRAMS * processor(o.device)[0]
-        self._prepare = Launch(
-            prepare_kernel, records, [*pointers, order], (*[stride for x in pointers[:3] for stride in strides(x, 3)], *strides(o, 3)[1:]),
-            (*strides(call.beta, 3), N, T, H, HV),
+        side_by_side = PROGRAMS * processor(o.device)[0]
+        dependent = records <= SHORT * side_by_side
+        self._prepare = prepare(
+            pointers, order, records, min(records, side_by_side), N,
             GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARK=not bounded(call),
-            PDL=dependent, num_warps=4, maxnreg=REGISTERS,
+            PDL=dependent, maxnreg=REGISTERS,
         )  # fmt: skip
         operands = config.operands(torch.bfloat16, call.use_qk_l2norm_in_kernel)
         self._prepare_wide = None if bounded(call) else portable.prepare(call, o, pointers, "only", operands)
@@ -97,7 +97,7 @@ class Launches:
         (header, tiles), order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, [header, tiles])
         if self._records:
-            self._prepare([*pointers, order], call.scale, call.lower_bound or 0.0)
+            self._prepare(prepare_tensors(pointers, order), call.scale, call.lower_bound or 0.0)
             if self._prepare_wide is not None:
                 self._prepare_wide(pointers, call.scale, call.lower_bound or 0.0)
         others = self._others(call, h, snapshots)

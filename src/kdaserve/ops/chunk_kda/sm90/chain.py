@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
+from kdaserve.ops.chunk_kda.sm90.layouts import mask_rows
 from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.states import ENTRIES, NEVER, C
@@ -156,15 +157,6 @@ def produce(d_tiles, d_head, d_v, record, token, column, chunks, HV, sBoxes, sV,
         if stage == STAGES:
             stage = 0
             phase ^= 1
-
-
-@gluon.jit
-def mask_rows(sX, left):
-    """Sets the rows of a tile from `left` on to zero."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    b_x = sX.load(ROWS)
-    m_x = (gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)) < left)[:, None]
-    sX.store(gl.where(m_x, b_x, gl.zeros_like(b_x)))
 
 
 @gluon.jit

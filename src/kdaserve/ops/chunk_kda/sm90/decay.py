@@ -22,6 +22,10 @@ PIECE = gl.constexpr(gl.BlockedLayout([1, 1, 8], [1, 4, 8], [4, 1, 1], [2, 1, 0]
 """Of `[4 quarters, 4 groups, BS]`."""
 TOKENS = gl.constexpr(gl.SliceLayout(2, PIECE))
 CHANNELS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(0, PIECE)))
+ROWS = gl.constexpr(
+    gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 4], [1, 0], [2, 0]], [[0, 8], [0, 16], [0, 32], [4, 0], [8, 0]], [[16, 0], [32, 0]], [], [64, 64])
+)
+"""The same numbers as rows of the chunk `[64, BS]`; nothing moves."""
 OWN = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 """Of channels whose factors a thread makes for all."""
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
@@ -101,12 +105,13 @@ def gate(b_x, outer, m_t, GATE: gl.constexpr):
 
 
 @gluon.jit
-def load_rows(p, stride, i_t, o_c, rows):
-    """TB pieces: the tokens i_t, i_t + 1, ..; behind the sequence its last one again."""
-    found = ()
-    for i in gl.static_range(TB):
-        found = found + (gl.load(p + (gl.minimum(i_t + i, rows - 1)[:, :, None] * stride + o_c)),)
-    return found
+def pieces_of(sX):
+    """The rows of a box `[64, BS]` by piece: the first tokens of all groups, the second ones, .."""
+    t = gl.permute(gl.reshape(sX.load(ROWS), [4, 4, 2, 2, BS]), (0, 1, 4, 2, 3))
+    even, odd = gl.split(t)
+    x0, x2 = gl.split(even)
+    x1, x3 = gl.split(odd)
+    return gl.convert_layout(x0, PIECE), gl.convert_layout(x1, PIECE), gl.convert_layout(x2, PIECE), gl.convert_layout(x3, PIECE)
 
 
 @gluon.jit
@@ -117,24 +122,24 @@ def rows_of(pieces):
 
 
 @gluon.jit
-def norms(p_k, p_q, k_t, q_t, i_t, o_c, rows, scale, L2NORM: gl.constexpr):
-    """By piece what k and q are multiplied with: the norm and the scale, zero behind the sequence."""
-    k_norms = ()
-    q_norms = ()
+def tokens_of(pieces):
+    """The pieces `[4 quarters, 4 groups]` as tokens of the chunk `[64]`."""
+    return gl.reshape(gl.join(gl.join(pieces[0], pieces[2]), gl.join(pieces[1], pieces[3])), [C])
+
+
+@gluon.jit
+def norms(sX0, sX1, i_t, rows, scale, L2NORM: gl.constexpr):
+    """By piece what the rows of both slices are multiplied with: the norm and the scale, zero behind the sequence."""
+    found = ()
     if L2NORM:
-        ks0 = load_rows(p_k, k_t, i_t, o_c, rows)
-        qs0 = load_rows(p_q, q_t, i_t, o_c, rows)
-        ks1 = load_rows(p_k + BS, k_t, i_t, o_c, rows)
-        qs1 = load_rows(p_q + BS, q_t, i_t, o_c, rows)
+        xs0 = pieces_of(sX0)
+        xs1 = pieces_of(sX1)
     for i in gl.static_range(TB):
-        k_norm = gl.where(i_t + i < rows, 1.0, 0.0)
-        q_norm = k_norm * scale
+        norm = gl.where(i_t + i < rows, scale, 0.0)
         if L2NORM:
-            k_norm *= rsq(gl.sum(squares(ks0[i], ks1[i]), 2) + L2_EPS)
-            q_norm *= rsq(gl.sum(squares(qs0[i], qs1[i]), 2) + L2_EPS)
-        k_norms = k_norms + (k_norm,)
-        q_norms = q_norms + (q_norm,)
-    return k_norms, q_norms
+            norm *= rsq(gl.sum(squares(xs0[i], xs1[i]), 2) + L2_EPS)
+        found = found + (norm,)
+    return found
 
 
 @gluon.jit
@@ -195,25 +200,25 @@ def decay_factors(b_total, b_widest, p_decay):
 
 @gluon.jit
 def decay_slice(
-    s, xs, p_k, p_q, p_bias, p_tile, p_decay, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_c, rows, sRk, sRq, sC, sX, b_widest,
-    GATE: gl.constexpr,
+    s, sK, sQ, sG, sX, sBias, p_tile, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE: gl.constexpr
 ):  # fmt: skip
     """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
     Args:
-        p_k, p_q, p_tile, o_c: its channels are at o_c; p_bias, p_decay: its channels begin at s * BS.
-        xs: its gate logits. k and q come from the caches again: the pass for their norms keeps nothing in registers.
-        sRk, sRq, sC, sX: `[2, 64, BS]`, rows of k and of q, columns for tokens of the same half, columns of the first half for the second.
+        sK, sQ, sG: `[64, BS]`, k, q and gate logits, and in their places afterwards rows of k, rows of q, and columns for tokens of the same half.
+        sX: likewise, columns of the first half for the second.
+        sBias: `[2, BS]`, or None; p_tile, p_decay: the channels of the slice begin at s * BS; o_c are those of a thread.
 
     Returns:
         b_widest, or the widest log decays of a quarter so far, by channel.
     """
-    ks = load_rows(p_k, k_t, i_t, o_c, rows)
-    qs = load_rows(p_q, q_t, i_t, o_c, rows)
-    p_tile += i_t[:, :, None] * K + o_c
+    xs = pieces_of(sG)
+    ks = pieces_of(sK)
+    qs = pieces_of(sQ)
+    p_tile += i_t[:, :, None] * K + (s * BS + o_c)
     b_bias = gl.zeros([BS], gl.float32, CHANNELS)
-    if p_bias is not None:
-        b_bias = gl.load(p_bias + s * BS + gl.arange(0, BS, CHANNELS)).to(gl.float32)
+    if sBias is not None:
+        b_bias = sBias.index(s).load(CHANNELS)
     sums = running_decay(xs, b_bias, i_t, rows, inner, outer, GATE)
     b_group = sums[TB - 1]
     b_total = gl.sum(b_group, 1)
@@ -238,8 +243,8 @@ def decay_slice(
         Rqs = Rqs + (b_Rq.to(gl.bfloat16),)
         Cs = Cs + (b_C.to(gl.bfloat16),)
         Xs = Xs + ((b_C * w * x).to(gl.bfloat16),)
-    sRk.index(s).store(rows_of(Rks))
-    sRq.index(s).store(rows_of(Rqs))
-    sC.index(s).store(rows_of(Cs))
-    sX.index(s).store(rows_of(Xs))
+    sK._reinterpret(gl.bfloat16, [C, BS], TILE).store(rows_of(Rks))
+    sQ._reinterpret(gl.bfloat16, [C, BS], TILE).store(rows_of(Rqs))
+    sG._reinterpret(gl.bfloat16, [C, BS], TILE).store(rows_of(Cs))
+    sX.store(rows_of(Xs))
     return b_widest

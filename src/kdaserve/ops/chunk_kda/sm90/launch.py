@@ -1,13 +1,15 @@
-"""How the Hopper kernels see tensors through tensor maps, and how the chain is launched."""
+"""How the Hopper kernels see tensors through tensor maps, and how they are launched."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, C, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit.launch import Launch, Matrix, strides
 
@@ -43,6 +45,35 @@ def holds(records: int) -> bool:
     return records * RECORD.value < REACH
 
 
+def prepare(
+    pointers: Sequence[Tensor | None], order: Tensor | None, records: int, programs: int, sequences: int, **constants: Any
+) -> Launch:  # fmt: skip
+    """The launch of `prepare_kernel` for tensors of this layout; what it is called with is `prepare_tensors` of the same, scale, and lower bound.
+
+    Args:
+        pointers: q, k `[B, T, H, 128]` and g `[B, T, HV, 128]`, as `tokens` takes them, beta, A_log, dt_bias, cu_seqlens, o, headers and tiles.
+        order: see `prepare_kernel`; constants: the kernel's but `UNIT`, and Triton's options.
+        programs: that share the records.
+    """
+    q, k, g, beta, *_, o, _, _ = pointers
+    assert q is not None
+    assert g is not None
+    maps = [_seen(x) for x in (q, k, g)]
+    heads = [strides(x, 3)[2] for x in (q, k, g)]
+    return Launch(
+        prepare_kernel, programs, prepare_tensors(pointers, order),
+        (*[number for seen, head in zip(maps, heads, strict=True) for number in (seen.stride, head)], *strides(o, 3)[1:]),
+        (*[strides(x, 1)[0] // seen.stride for x, seen in zip((q, k, g), maps, strict=True)], *strides(beta, 3),
+         records, sequences, q.shape[1], q.shape[2], g.shape[2]),
+        maps=maps, num_warps=4, **constants,
+    )  # fmt: skip
+
+
+def prepare_tensors(pointers: Sequence[Tensor | None], order: Tensor | None) -> list[Tensor | None]:
+    """What the tensor maps and pointers of `prepare_kernel` stand for."""
+    return [*pointers[:3], *pointers, order]
+
+
 def chain(
     records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
     *, order: Tensor | None = None, dependent: bool = True,
@@ -76,9 +107,9 @@ def chain(
     )  # fmt: skip
 
 
-def _seen(x: Tensor) -> Matrix:
-    matrix = tokens(x)
-    assert matrix is not None, "v and o are copied where a tensor map cannot show them"
+def _seen(x: Tensor | None) -> Matrix:
+    matrix = None if x is None else tokens(x)
+    assert matrix is not None, "tensors are copied where a tensor map cannot show them"
     return matrix
 
 

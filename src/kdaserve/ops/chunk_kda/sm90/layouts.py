@@ -26,6 +26,12 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
+def here():
+    """Zero, which the compiler does not know: what depends on it is computed here, and does not wait in registers all around a loop."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def by_halves(x):
     """A product `[64, 32]` as `[half, row, column]`."""
     return gl.convert_layout(gl.reshape(x, [2, 32, 32]), HALVES)
@@ -44,3 +50,12 @@ def half_row_col():
 def side_by_side(left, right):
     """[64, 64] of two [2, 32, 32]."""
     return gl.reshape(gl.permute(gl.join(left, right), (0, 1, 3, 2)), [C, C])
+
+
+@gluon.jit
+def mask_rows(sX, left):
+    """Sets the rows of a tile from `left` on to zero."""
+    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    b_x = sX.load(ROWS)
+    m_x = (gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)) < left)[:, None]
+    sX.store(gl.where(m_x, b_x, gl.zeros_like(b_x)))

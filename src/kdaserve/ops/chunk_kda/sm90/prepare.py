@@ -1,4 +1,4 @@
-"""Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. One program, four warps, a chunk and head.
+"""Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. Four warps make record after record.
 
 A record is a header of fp32 numbers `[160]`, the decay of the chunk (128) and a mark, and tiles of bf16 rows of 128: k decayed from the chunk's start
 (64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
@@ -13,16 +13,21 @@ and tokens of different halves meet at the middle of the second one, where the r
 chunk, and E7 (`inverse`) begins with four blocks of 16, one a warp, in registers. Where keys repeat, the chunk is written in another basis
 (`repeats`), a branch of its own that takes no registers from other chunks.
 
+**What comes when.** q, k and g of a record come by TMA, into the only room there is for them. Each thread puts the operands of the products where its
+inputs were; when the products have ended, the next record's inputs are on their way, under E7 and the stores of this one.
+
 Keys are expected to be normed, or to be no longer than that: E7 rounds A and M to fp16.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mma_v2, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, load_rows, norms, rcp
+from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
+from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, bring, load_beta, mask_chunk
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, here, side_by_side
+from kdaserve.ops.chunk_kda.sm90.places import next_chunk, side_jobs
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit import chunking
@@ -32,65 +37,6 @@ WIDEST = gl.constexpr(chunking.WIDEST)
 """The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Products `[32, 32]` of the last step of E7."""
-
-
-# Places
-
-
-@gluon.jit
-def first_unit(p_cu, n):
-    """The unit, that is chunk of a sequence, with which sequence n begins: there is room for all chunks before it, whatever the lengths."""
-    return (gl.load(p_cu + n) // C).to(gl.int32) + n
-
-
-@gluon.jit
-def sequence_of(p_cu, N, unit):
-    """The last sequence whose first unit is not behind `unit`, by bisection."""
-    low = 0
-    high = N
-    while low + 1 < high:
-        middle = (low + high) // 2
-        if first_unit(p_cu, middle) <= unit:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-@gluon.jit
-def rank_sequence(p_cu, p_order, n, N):
-    """Writes n where it stands among the sequences, the longest first: a chain that begins late must not be a long one."""
-    o_n = gl.arange(0, 256, PAIRS)
-    length = gl.load(p_cu + n + 1) - gl.load(p_cu + n)
-    before = 0
-    for i_n in range(0, N, 256):
-        m_n = i_n + o_n < N
-        other = gl.load(p_cu + i_n + o_n + 1, mask=m_n, other=0) - gl.load(p_cu + i_n + o_n, mask=m_n, other=0)
-        m_n = m_n & ((other > length) | ((other == length) & (i_n + o_n < n)))
-        before += gl.sum(m_n.to(gl.int32), 0)
-    gl.store(p_order + before, n)
-
-
-@gluon.jit
-def zero_padding(p_o, o_t, first, end, T):
-    """S4: zeros in those of the 64 output rows from `first` on that no sequence covers."""
-    o_v = gl.arange(0, K, gl.SliceLayout(0, LINES))
-    o_r0 = gl.arange(0, 8, gl.SliceLayout(1, LINES))
-    for i_r in range(0, C, 8):
-        o_r = first + i_r + o_r0
-        p_row = p_o + o_r.to(gl.int64)[:, None] * o_t + o_v[None, :]
-        gl.store(p_row, gl.zeros([8, K], p_o.dtype.element_ty, LINES), mask=((o_r >= end) & (o_r < T))[:, None] & (o_v >= 0)[None, :])
-
-
-@gluon.jit
-def prefetch_rows(p, stride, rows):
-    """Brings 64 rows of a slice into the first cache."""
-    o_r = gl.arange(0, C, VECTOR)
-    address = (p + gl.minimum(o_r, rows - 1) * stride).to(gl.int64)
-    gl.inline_asm_elementwise("{ prefetch.global.L1 [$1]; mov.b32 $0, 0; }", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1)
-
-
-# Products
 
 
 @gluon.jit
@@ -109,26 +55,17 @@ def meet(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def load_beta(p_beta, beta_t, o_t, rows, BETA_RAW: gl.constexpr):
-    """Of the tokens o_t, zero behind the sequence."""
-    b_beta = gl.load(p_beta + gl.minimum(o_t, rows - 1) * beta_t).to(gl.float32)
-    if BETA_RAW:
-        b_beta = rcp(1.0 + ex2(-LOG2_E * b_beta))
-    return gl.where(o_t < rows, b_beta, 0.0)
-
-
-@gluon.jit
-def tokens_of_halves(LAYOUT: gl.constexpr):
-    """The token numbers `[2, 32]`."""
-    return gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))[:, None] * 32 + gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))[None, :]
-
-
-@gluon.jit
-def finish(
-    k1, k2, kx, q1, q2, qx, sNear, sNorm, p_beta, beta_t, rows, p_k, p_g, p_bias, p_ke, k_t, g_t, inner, outer,
+def choose_basis(
+    k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sS, rows, p_k, p_g, p_bias, p_ke, k_t, g_t, inner, outer,
     GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr,
 ):  # fmt: skip
-    """The q.k of E10 and E7, M beta: to memory. The six products `[64, 32]` hold row r of the chunk in row r."""
+    """Beta A and the q.k of E10, without repetitions where there are many; then the memory of the operands is free.
+
+    The six products `[64, 32]` hold row r of the chunk in row r.
+
+    Returns:
+        Both `[half, row, column]`: beta A, of it the rows of the second half with the columns of the first, q.k, of it the same.
+    """
     half, row, col = half_row_col()
     b_A = gl.where(half == 0, by_halves(k1), by_halves(k2))
     b_Ax = by_halves(kx)
@@ -141,17 +78,23 @@ def finish(
     repetitions = gl.sum(sNear._reinterpret(gl.int32, [C], LINE).load(PAIRS), 0)
     b_qk = gl.where(row >= col, gl.where(half == 0, by_halves(q1), by_halves(q2)), 0.0)
     b_qkx = by_halves(qx)
-    beta_row = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(2, HALVES)), rows, BETA_RAW)[:, :, None]
-    beta_col = load_beta(p_beta, beta_t, tokens_of_halves(gl.SliceLayout(1, HALVES)), rows, BETA_RAW)[:, None, :]
-    beta_first = load_beta(p_beta, beta_t, gl.arange(0, 32, gl.SliceLayout(0, PRODUCT)), rows, BETA_RAW)[None, :]
+    beta_row = beta_of(sBeta.load(gl.SliceLayout(2, HALVES)), BETA_RAW)[:, :, None]
     if repetitions * OFTEN >= rows:
         b_A, b_Ax, b_qk, b_qkx = without_repetitions(
-            b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE
+            b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, sS, GATE
         )  # fmt: skip
     else:
         b_A = gl.where(row > col, b_A, 0.0) * beta_row
         b_Ax = b_Ax * beta_row
+    return b_A, b_Ax, b_qk, b_qkx
 
+
+@gluon.jit
+def finish(b_A, b_Ax, b_qk, b_qkx, sBeta, p_tile, BETA_RAW: gl.constexpr):
+    """The q.k of E10, and M beta by E7, to memory."""
+    half, _, _ = half_row_col()
+    beta_col = beta_of(sBeta.load(gl.SliceLayout(1, HALVES)), BETA_RAW)[:, None, :]
+    beta_first = beta_of(sBeta._reinterpret(sBeta.dtype, [2, 32], LINE).index(0).load(gl.SliceLayout(0, PRODUCT)), BETA_RAW)[None, :]
     SMALL: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     sM = gl.allocate_shared_memory(gl.float16, [C, 32], SMALL)
     sA = gl.allocate_shared_memory(gl.float16, [C, 32], SMALL)
@@ -174,21 +117,25 @@ def finish(
     gl.thread_barrier()
     o_r = gl.arange(0, C, gl.SliceLayout(1, LINES))
     o_c = gl.arange(0, 2 * C, gl.SliceLayout(0, LINES))
-    gl.store(p_ke + (o_r[:, None] + C) * K + o_c[None, :], sO.load(LINES))
+    gl.store(p_tile + o_r[:, None] * K + o_c[None, :], sO.load(LINES))
 
 
 @kernel(own=["p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_header", "p_tiles"], jit=gluon.jit)  # copied where they are not aligned
 def prepare_kernel(
-    p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
-    q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
-    o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
-    N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
+    d_q, d_k, d_g, p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
+    q_t: gl.int64, q_h: gl.int32, k_t: gl.int64, k_h: gl.int32, g_t: gl.int64, g_h: gl.int32, o_t: gl.int64, o_h: gl.int64,
+    q_b: gl.int32, k_b: gl.int32, g_b: gl.int32, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
+    records: gl.int32, N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
     GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
     UNIT: gl.constexpr,
 ):  # fmt: skip
-    """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
+    """E5 to E7, the decayed q and k, and the q.k of E10 of every chunk and head, into its record; the order of the sequences, longest first.
+
+    A program makes every so many-th record, of which there are `records`. Token t of batch entry b is row b q_b + t of `d_q`, head h starts at column
+    h q_h; likewise `d_k` and `d_g`.
 
     Args:
+        p_q, p_k, p_g: the same memory, in which rows are q_t, k_t, g_t apart; keys that repeat and their gates are read again there.
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
         MARK: a half may decay too widely; the mark, 1 or 0, says whether one does, and the tiles of a marked chunk are not to be used. Otherwise the
@@ -197,92 +144,90 @@ def prepare_kernel(
     """
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    pid = gl.program_id(0)
-    i_h = pid % HV
-    i_u = pid // HV
-    record = (i_u * HV + i_h).to(gl.int64)
-    p_header += record * HEADER
-    p_tiles += record * (RECORD * K)
-    if p_cu is not None:
-        end = gl.load(p_cu + N).to(gl.int64)
-        if p_order is not None:
-            n = gl.num_programs(0) - 1 - pid  # the last units are often empty
-            if n < N:
-                rank_sequence(p_cu, p_order, n, N)
-        if p_o is not None:
-            if i_u * C + C > end:
-                zero_padding(p_o + i_h * o_h * UNIT, o_t * UNIT, i_u * C, end, T)
-        i_n = sequence_of(p_cu, N, i_u)
-        i_b = 0
-        i_c = i_u - first_unit(p_cu, i_n)
-        start = gl.load(p_cu + i_n).to(gl.int64)
-        rows = (gl.load(p_cu + i_n + 1).to(gl.int64) - start).to(gl.int32) - i_c * C
-        start += i_c * C
-    else:
-        chunks = (T + C - 1) // C
-        end = T
-        i_b = i_u // chunks
-        i_c = i_u % chunks
-        start = (i_c * C).to(gl.int64)
-        rows = T - i_c * C
-    if rows <= 0:
-        if MARK:
-            gl.store(p_header + K, 0.0)
-        return
-    rows = gl.minimum(rows, C)
+    q = (d_q, q_b, q_h * UNIT)
+    k = (d_k, k_b, k_h * UNIT)
+    g = (d_g, g_b, g_h * UNIT)
     share = HV // H
-    i_hk = i_h // share
-    q_t *= UNIT
-    k_t *= UNIT
-    g_t *= UNIT
-    p_q += i_b * q_b * UNIT + start * q_t + i_hk * q_h * UNIT
-    p_k += i_b * k_b * UNIT + start * k_t + i_hk * k_h * UNIT
-    p_g += i_b * g_b * UNIT + start * g_t + i_h * g_h * UNIT
-    p_beta += i_b * beta_b + start * beta_t + i_h * beta_h
-    p_bias = p_dt_bias
-    if p_bias is not None:
-        p_bias += i_h * K
+    sKQ = gl.allocate_shared_memory(gl.bfloat16, [4, C, BS], TILE)
+    sG = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
+    sNear = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
+    sNorm = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    sBeta = gl.allocate_shared_memory(p_beta.dtype.element_ty, [2, 32], PLAIN)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    fence_async_shared()
+    gl.thread_barrier()
+    record, i_b, start, rows = next_chunk(p_cu, p_header, gl.program_id(0), records, N, T, HV, MARK)
+    if rows > 0:
+        bring(q, k, g, i_b, start, record % HV, share, sKQ, sG, full)
+    if p_cu is not None:
+        side_jobs(p_cu, p_order, p_o, o_t * UNIT, o_h * UNIT, N, T, HV)
 
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
     o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
-    prefetch_rows(p_g, g_t, rows)
-    prefetch_rows(p_g + BS, g_t, rows)
-    a = 1.0
-    if GATE != "none":
-        a = ex2(gl.load(p_A_log + i_h).to(gl.float32) * LOG2_E)
-    inner, outer = gate_factors(a, lower_bound, GATE)
-    k_norms, q_norms = norms(p_k, p_q, k_t, q_t, i_t, o_c, rows, scale, L2NORM)
-
-    sNear = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
-    sNorm = gl.allocate_shared_memory(gl.float32, [TB, 4, 4], PLAIN)
-    for i in gl.static_range(TB):
-        sNorm.index(i).store(k_norms[i])
-    sRk = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-    sRq = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-    sC = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-    sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-    b_widest = gl.zeros([1, BS], gl.float32, OWN)
-    for s in range(2):  # a loop: written out, the code would be twice as long and slower
-        o_s = s * BS + o_c
-        xs = load_rows(p_g, g_t, i_t, o_s, rows)
-        b_widest = decay_slice(
-            s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest, GATE
+    phase = 0
+    while rows > 0:
+        i_h = record % HV
+        p_head = p_header + record.to(gl.int64) * HEADER
+        p_tile = p_tiles + record.to(gl.int64) * (RECORD * K)
+        # Used only behind the wait for the copies, so that their ways from memory overlap.
+        b_beta = load_beta(p_beta + i_b * beta_b + start * beta_t + i_h * beta_h, beta_t, rows, BETA_RAW)
+        if GATE != "none":
+            log_a = gl.load(p_A_log + i_h)
+        p_bias = p_dt_bias
+        if p_bias is not None:
+            p_bias += i_h * K
+            b_bias = gl.load(p_bias + gl.arange(0, K, VECTOR))
+        following, next_b, next_start, next_rows = next_chunk(p_cu, p_header, record + gl.num_programs(0), records, N, T, HV, MARK)
+        mbarrier.wait(full, phase)
+        phase ^= 1
+        if rows < C:
+            mask_chunk(sKQ, sG, rows)
+        i_0 = here()
+        k_norms = norms(box(sKQ, i_0, d_k.dtype), box(sKQ, i_0 + 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
+        q_norms = norms(box(sKQ, i_0 + 2, d_q.dtype), box(sKQ, i_0 + 3, d_q.dtype), i_t, rows, scale, L2NORM)
+        sNorm.store(tokens_of(k_norms))
+        sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
+        sBias = p_bias
+        if p_bias is not None:
+            sBias = gl.allocate_shared_memory(gl.float32, [2, BS], LINE)
+            sBias._reinterpret(gl.float32, [K], LINE).store(b_bias.to(gl.float32))
+        sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
+        a = 1.0
+        if GATE != "none":
+            a = ex2(log_a.to(gl.float32) * LOG2_E)
+        inner, outer = gate_factors(a, lower_bound, GATE)
+        b_widest = gl.zeros([1, BS], gl.float32, OWN)
+        for s in range(2):  # a loop: written out, the code would be twice as long
+            b_widest = decay_slice(
+                s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
+                sBias, p_tile, p_head, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
+            )  # fmt: skip
+        if MARK:
+            gl.store(p_head + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
+        fence_async_shared()
+        gl.thread_barrier()
+        zero = gl.zeros([C, 32], gl.float32, ACC)
+        i_0 = here()
+        k1, k2, kx, q1, q2, qx = meet(sKQ.index(i_0), sKQ.index(i_0 + 2), sG.index(i_0), sX.index(i_0), zero, zero, zero, zero, zero, zero, True)
+        k1, k2, kx, q1, q2, qx = meet(sKQ.index(i_0 + 1), sKQ.index(i_0 + 3), sG.index(i_0 + 1), sX.index(i_0 + 1), k1, k2, kx, q1, q2, qx, False)
+        k1, k2, kx, q1, q2, qx = warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
+        sX._keep_alive()
+        b_A, b_Ax, b_qk, b_qkx = choose_basis(
+            k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
+            p_k + (i_b * k_b + start) * k_t * UNIT + i_h // share * k[2], p_g + (i_b * g_b + start) * g_t * UNIT + i_h * g[2],
+            p_bias, p_tile + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
         )  # fmt: skip
-    if MARK:
-        gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
-    fence_async_shared()
-    gl.thread_barrier()
-    zero = gl.zeros([C, 32], gl.float32, ACC)
-    k1, k2, kx, q1, q2, qx = meet(sRk.index(0), sRq.index(0), sC.index(0), sX.index(0), zero, zero, zero, zero, zero, zero, True)
-    k1, k2, kx, q1, q2, qx = meet(sRk.index(1), sRq.index(1), sC.index(1), sX.index(1), k1, k2, kx, q1, q2, qx, False)
-    k1, k2, kx, q1, q2, qx = warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
-    sRk._keep_alive()
-    sRq._keep_alive()
-    sC._keep_alive()
-    sX._keep_alive()
-    finish(
-        k1, k2, kx, q1, q2, qx, sNear, sNorm, p_beta, beta_t, rows, p_k, p_g, p_bias, p_tiles + 2 * C * K, k_t, g_t, inner, outer,
-        GATE, L2NORM, BETA_RAW,
-    )  # fmt: skip
+        if next_rows > 0:  # arrives while E7 and the stores run
+            bring(q, k, g, next_b, next_start, following % HV, share, sKQ, sG, full)
+        finish(b_A, b_Ax, b_qk, b_qkx, sBeta, p_tile + 3 * C * K, BETA_RAW)
+        record = following
+        i_b = next_b
+        start = next_start
+        rows = next_rows
+    sKQ._keep_alive()
+    sG._keep_alive()
     sNear._keep_alive()
     sNorm._keep_alive()
+    sBeta._keep_alive()
+    full._keep_alive()

@@ -7,9 +7,10 @@ becomes (I - N)^T ke. All numbers go through shared memory, so that this takes n
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from kdaserve.ops.chunk_kda.sm90.decay import TB, ex2, gate
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
+from kdaserve.ops.chunk_kda.sm90.decay import ex2, gate
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, LINE, LINES, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import chunking
 
@@ -25,8 +26,8 @@ def token_of(sToken, t):
 
 @gluon.jit
 def row_of(sS, t):
-    """Row t of `[C, 256]`."""
-    return sS._reinterpret(gl.float32, [C, 2 * K], LINE).index(t)
+    """Row t of `[C, K]`."""
+    return sS._reinterpret(gl.float32, [C, K], LINE).index(t)
 
 
 @gluon.jit
@@ -47,7 +48,7 @@ def load_columns(sS, first_row):
 
 @gluon.jit
 def store_keys(sS, sNorm, p_k, p_g, p_bias, k_t, g_t, rows, inner, outer, GATE: gl.constexpr):
-    """The keys decayed to the chunk's end, in fp32, token t to row t of sS behind the first 128; from the last token on, a channel a thread."""
+    """The keys decayed to the chunk's end, in fp32, token t to row t of sS; from the last token on, a channel a thread."""
     o_c = gl.arange(0, K, VECTOR)
     b_bias = gl.zeros([K], gl.float32, VECTOR)
     if p_bias is not None:
@@ -62,8 +63,8 @@ def store_keys(sS, sNorm, p_k, p_g, p_bias, k_t, g_t, rows, inner, outer, GATE: 
             xs = xs + (gl.load(p_g + t * g_t + o_c),)
         for i in gl.static_range(8):
             t = C - 1 - i_t - i
-            norm = token_of(sNorm, (t % TB) * (C // TB) + t // TB)
-            row_of(sS, t).slice(K, K, dim=0).store(ks[i].to(gl.float32) * norm * ex2(b_e))
+            norm = token_of(sNorm, t)
+            row_of(sS, t).store(ks[i].to(gl.float32) * norm * ex2(b_e))
             b_e += gate(xs[i].to(gl.float32) * inner + b_bias, outer, gl.where(t < rows, 1.0, 0.0), GATE)
 
 
@@ -76,7 +77,7 @@ def subtract_repeated(sS, sLast):
     for t in range(1, C):
         last = token_of(sLast, t)
         if last >= 0:
-            row_of(sS, last).store(row_of(sS, last).load(PAIRS) - row_of(sS, t).load(PAIRS))
+            row_of(sS, last).store(row_of(sS, last).load(VECTOR) - row_of(sS, t).load(VECTOR))
 
 
 @gluon.jit
@@ -91,30 +92,37 @@ def last_repeated(b_k, b_kx, b_square):
 
 @gluon.jit
 def without_repetitions(
-    b_k, b_kx, b_q, b_qx, b_square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, GATE: gl.constexpr
+    b_k, b_kx, b_q, b_qx, b_square, beta_row, sLast, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, sS,
+    GATE: gl.constexpr,
 ):  # fmt: skip
     """The chunk in the other basis: q.k (I - N), (I + beta A) (I - N) - I, and to memory (I - N)^T ke.
 
     Args:
+        sS: `[64, 128]` fp32, for ke first and then for the others; asynchronous copies may use it afterwards.
         b_k, b_kx: A before beta, rows of a half with its own columns and of the second half with the columns of the first; b_q, b_qx: q.k likewise.
     """
     half, row, col = half_row_col()
     b_last = last_repeated(b_k, b_kx, b_square)
     sLast.store(b_last)
-    sS = gl.allocate_shared_memory(gl.float32, [C, 2 * K], PLAIN)
-    b_k = gl.where(row > col, b_k * beta_row, 0.0)
-    store_columns(sS, 0, gl.where(half == 0, b_k, b_kx * beta_row), b_k, half)
-    store_columns(sS, C, gl.where(half == 0, b_q, b_qx), b_q, half)
     store_keys(sS, sNorm, p_k, p_g, p_bias, k_t, g_t, rows, inner, outer, GATE)
     gl.thread_barrier()
     subtract_repeated(sS, sLast)
     gl.thread_barrier()
     o_r = gl.arange(0, C, gl.SliceLayout(1, LINES))
     o_c = gl.arange(0, K, gl.SliceLayout(0, LINES))
-    gl.store(p_ke + o_r[:, None] * K + o_c[None, :], sS.slice(K, K, dim=1).load(LINES).to(gl.bfloat16))
-    left, right = load_columns(sS, 0)
+    gl.store(p_ke + o_r[:, None] * K + o_c[None, :], sS.load(LINES).to(gl.bfloat16))
+    gl.thread_barrier()
+    b_k = gl.where(row > col, b_k * beta_row, 0.0)
+    store_columns(sS, 0, gl.where(half == 0, b_k, b_kx * beta_row), b_k, half)
+    store_columns(sS, C, gl.where(half == 0, b_q, b_qx), b_q, half)
+    gl.thread_barrier()
+    subtract_repeated(sS, sLast)
+    gl.thread_barrier()
     b_last = b_last[:, :, None]
+    left, right = load_columns(sS, 0)
     b_k = gl.where(half == 0, left, right) - gl.where(b_last == col + 32 * half, 1.0, 0.0)
     b_kx = left - gl.where(b_last == col, 1.0, 0.0)
     left, right = load_columns(sS, C)
+    fence_async_shared()
+    gl.thread_barrier()
     return b_k, b_kx, gl.where(half == 0, left, right), left
