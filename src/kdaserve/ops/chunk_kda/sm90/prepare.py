@@ -1,11 +1,11 @@
 """Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. One program, four warps, a chunk and head.
 
-A record is a header of fp32 numbers `[160]`, the decay of the chunk (128) and a mark, and tiles of bf16 rows of 128: k decayed from the chunk's start
+A record is a header of fp32 numbers `[160]`, the decay of the chunk in the first 128, and tiles of bf16 rows of 128: k decayed from the chunk's start
 (64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
 
 **Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
 row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
-lower_bound >= -5 this always holds; otherwise the chunks where it does not can be marked. Everything else follows from these two by factors <= 1 of a
+lower_bound >= -5 this always holds; where it does not, tokens meet by levels (`levels`). All else follows from these two by factors <= 1 of a
 channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end,
 and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
 
@@ -23,13 +23,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, load_rows, norms, rcp
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
+from kdaserve.ops.chunk_kda.sm90.levels import WIDEST, meet_by_levels
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
-from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import kernel
 
-WIDEST = gl.constexpr(chunking.WIDEST)
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Products `[32, 32]` of the last step of E7."""
 
@@ -94,7 +92,16 @@ def prefetch_rows(p, stride, rows):
 
 
 @gluon.jit
-def meet(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
+def meet(sRk, sRq, sC, sX):
+    """E6 and the q.k of E10."""
+    zero = gl.zeros([C, 32], gl.float32, ACC)
+    k1, k2, kx, q1, q2, qx = meet_slice(sRk.index(0), sRq.index(0), sC.index(0), sX.index(0), zero, zero, zero, zero, zero, zero, True)
+    k1, k2, kx, q1, q2, qx = meet_slice(sRk.index(1), sRq.index(1), sC.index(1), sX.index(1), k1, k2, kx, q1, q2, qx, False)
+    return warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
+
+
+@gluon.jit
+def meet_slice(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
     """E6 and the q.k of E10 of a slice, started: all rows with the columns of the first half, of the second, and of the first in the second."""
     c1 = sC.slice(0, 32, dim=0).permute((1, 0))
     c2 = sC.slice(32, 32, dim=0).permute((1, 0))
@@ -183,7 +190,7 @@ def prepare_kernel(
     q_b: gl.int64, q_t: gl.int32, q_h: gl.int64, k_b: gl.int64, k_t: gl.int32, k_h: gl.int64, g_b: gl.int64, g_t: gl.int32, g_h: gl.int64,
     o_t: gl.int64, o_h: gl.int64, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
     UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
@@ -191,8 +198,7 @@ def prepare_kernel(
     Args:
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
-        MARK: a half may decay too widely; the mark, 1 or 0, says whether one does, and the tiles of a marked chunk are not to be used. Otherwise the
-            mark is not written.
+        WIDE: halves may decay too widely.
         PDL: the next kernel of the stream may start when all programs of this one have.
     """
     if PDL:
@@ -226,8 +232,6 @@ def prepare_kernel(
         start = (i_c * C).to(gl.int64)
         rows = T - i_c * C
     if rows <= 0:
-        if MARK:
-            gl.store(p_header + K, 0.0)
         return
     rows = gl.minimum(rows, C)
     share = HV // H
@@ -268,14 +272,16 @@ def prepare_kernel(
         b_widest = decay_slice(
             s, xs, p_k, p_q, p_bias, p_tiles, p_header, k_t, q_t, k_norms, q_norms, inner, outer, i_t, o_s, rows, sRk, sRq, sC, sX, b_widest, GATE
         )  # fmt: skip
-    if MARK:
-        gl.store(p_header + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
     fence_async_shared()
     gl.thread_barrier()
-    zero = gl.zeros([C, 32], gl.float32, ACC)
-    k1, k2, kx, q1, q2, qx = meet(sRk.index(0), sRq.index(0), sC.index(0), sX.index(0), zero, zero, zero, zero, zero, zero, True)
-    k1, k2, kx, q1, q2, qx = meet(sRk.index(1), sRq.index(1), sC.index(1), sX.index(1), k1, k2, kx, q1, q2, qx, False)
-    k1, k2, kx, q1, q2, qx = warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
+    if not WIDE:
+        k1, k2, kx, q1, q2, qx = meet(sRk, sRq, sC, sX)
+    elif gl.max(gl.max(b_widest, 1), 0) > WIDEST:
+        k1, k2, kx, q1, q2, qx = meet_by_levels(
+            p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, k_norms, q_norms, rows, inner, outer, sRk, sRq, sC, sX, GATE
+        )  # fmt: skip
+    else:
+        k1, k2, kx, q1, q2, qx = meet(sRk, sRq, sC, sX)
     sRk._keep_alive()
     sRq._keep_alive()
     sC._keep_alive()
