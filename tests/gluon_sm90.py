@@ -33,9 +33,9 @@ MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE)
 MAPS |= {f"d_{name}": (None, [64, 64], TILE) for name in "qkg"}
 """Dtype, None for that of the inputs, box and layout."""
 CHAIN: dict[str, Any] = {"SOON": True, "PDL": True}
-PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "MARK": False, "PDL": True, "maxnreg": REGISTERS}
+PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "WIDE": False, "PDL": True, "maxnreg": REGISTERS}
 READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel: "wgmma.mma_async"}
-"""The first instruction that reads, past the caches of the threads, what they have written to shared memory."""
+"""The instruction that reads, past the caches of the threads, what they have written to shared memory."""
 
 
 def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT, **constants: Any) -> dict:
@@ -85,10 +85,30 @@ def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", po
 
 
 def fenced(ptx: str, reader: str) -> bool:
-    """Whether between the last writing to shared memory and its first reader there is a fence, and a barrier behind it."""
-    before = ptx[: ptx.index(reader)]
-    writing = max(match.end() for match in re.finditer(r"\b(st\.shared|stmatrix)", before))
-    return re.search(r"fence\.proxy\.async.*\bbar(rier)?\.sync", before[writing:], re.DOTALL) is not None
+    """Whether on every way from a writing to shared memory to a reader, of whatever part, there is a fence, and a barrier behind it."""
+    lines = ptx.splitlines()
+    labels = {found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\$\w+):", line))}
+    ways, seen = [(0, "seen by all")], set()
+    while ways:
+        i, state = ways.pop()
+        while i < len(lines) and (i, state) not in seen:
+            seen.add((i, state))
+            line = lines[i].split("//")[0]
+            if reader in line and state != "seen by all":
+                return False
+            if re.search(r"\b(st\.shared|stmatrix)", line):
+                state = "written"
+            elif "fence.proxy.async" in line and state == "written":
+                state = "fenced"
+            elif re.search(r"\bbar(rier)?\.sync", line) and state == "fenced":
+                state = "seen by all"
+            jump = re.search(r"\bbra(?:\.uni)?\s+(\$\w+)", line)
+            if jump:
+                ways.append((labels[jump[1]], state))
+            if (jump or re.search(r"\bret;", line)) and "@" not in line:
+                break
+            i += 1
+    return True
 
 
 def compilations(kernel: Kernel, unit: int) -> int:
@@ -118,9 +138,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "prepare-order": PREPARE,
     "prepare-batch": {**PREPARE, "absent": ("p_cu", "p_order")},
     "prepare-fp16": {**PREPARE, "absent": ("p_order",), "inputs": "fp16"},
-    "prepare-marked": {**PREPARE, "absent": ("p_order",), "MARK": True},
-    "prepare-softplus": {**PREPARE, "absent": ("p_order",), "GATE": "softplus", "MARK": True},
-    "prepare-no-gate": {**PREPARE, "absent": ("p_A_log", "p_dt_bias", "p_order"), "GATE": "none", "MARK": True},
+    "prepare-wide": {**PREPARE, "absent": ("p_order",), "WIDE": True},
+    "prepare-softplus": {**PREPARE, "absent": ("p_order",), "GATE": "softplus", "WIDE": True},
+    "prepare-no-gate": {**PREPARE, "absent": ("p_A_log", "p_dt_bias", "p_order"), "GATE": "none", "WIDE": True},
 }
 KERNELS = {"chain": chain_kernel, "prepare": prepare_kernel}
 

@@ -1,4 +1,4 @@
-"""Whole prefill calls on Hopper's kernels against float64: the host code, both Gluon kernels and, for wide chunks, Triton's.
+"""Whole prefill calls on Hopper's kernels against float64: the host code and both Gluon kernels; of calls without a token, Triton's.
 
 Where there is no GPU the host code runs as it is, the Gluon kernels on `gluon_on_cpu`, and Triton's in its interpreter.
 """
@@ -317,7 +317,7 @@ def test_one_decay_everywhere(decay: float, dtype: torch.dtype):
 
 @pytest.mark.parametrize("strong", [-5.0, -6.0, -50.0])
 def test_wide_chunks_beside_others(strong: float):
-    """One head, some channels, some chunks of one sequence: -5 is what this kernel still does itself."""
+    """One head, some channels, some chunks of one sequence: -5 is not wide yet."""
 
     def decay(g: Tensor) -> Tensor:
         g -= 1e-2
@@ -326,6 +326,22 @@ def test_wide_chunks_beside_others(strong: float):
         return g
 
     check(decaying([130, 70, 64], decay, heads=2))
+
+
+def test_wide_chunks_give_the_same_bits_beside_others():
+    """How a chunk is computed follows from its own numbers."""
+    results = []
+    for others in (-1e-2, -50.0):
+
+        def decay(g: Tensor, others: float = others) -> Tensor:
+            g[:, :130] = others
+            g[:, 130:, :, 5:9] = -20.0
+            return g
+
+        call = decaying([130, 70], decay)
+        results.append((TARGET.run("chunk_kda", call)[0][:, 130:], call["initial_state"][call["initial_state_indices"].long()[1]]))
+    for got, want, name in zip(*results, ("output", "state"), strict=True):
+        assert_same_bits(got, want, name)
 
 
 def test_strong_decay_at_one_token():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 from typing import Any
@@ -17,7 +18,7 @@ from kdaserve.testing import assert_close, assert_same_bits
 
 SCALE, LOWER_BOUND = 128**-0.5, -5.0
 BF16, FP16, NAN = torch.bfloat16, torch.float16, float("nan")
-launch, prepare, repeats = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "repeats")
+launch, prepare, levels, repeats = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "levels", "repeats")
 PROGRAMS = 5
 """They share the records of a call: fewer than there are in most tests, and more in some."""
 Call = dict[str, Any]
@@ -56,10 +57,23 @@ def inputs(
         g = torch.where(normal(*g.shape) > 0, 20.0, -20.0)
     if name == "steps":
         g = torch.where((torch.arange(T) // 16 % 2 == 1)[None, :, None, None], 20.0, -20.0).expand_as(g)
+    if name == "times":
+        g = float(number) * g
+    if name == "rare":
+        g = torch.where(torch.rand(g.shape, generator=generator) < float(number), 1e6, 0.0)
+    if name == "once":
+        g = torch.where(torch.arange(128) % 64 == torch.arange(T)[:, None, None] % 64, float(number), 1e-3).expand_as(g)
     if name == "small":
         k, q = 1e-3 * k, 1e-3 * q
+    if name == "recurring":
+        k = k[:, torch.arange(T) % int(number)]
+        k[..., 5] *= 0.1
+        g = torch.where(torch.arange(128) == 5, 50.0, 1e-3).expand_as(g)
     x = {"q": q.to(dtype).contiguous(), "k": k.to(dtype).contiguous(), "g": g.to(dtype).contiguous(), "beta": beta.to(dtype)}
     x |= {"A_log": torch.rand(HV, generator=generator) if name != "one" else torch.zeros(HV), "dt_bias": torch.rand(HV * 128, generator=generator)}
+    if name == "A":
+        x["A_log"].fill_(math.log(float(number)))
+        x["g"] = (3 * x["g"]).contiguous()
     if name == "one":
         x["dt_bias"].zero_()
     x["cu"] = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
@@ -133,7 +147,7 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
 
 
 def records(
-    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, mark: bool = False, packed: bool = True,
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, wide: bool = False, packed: bool = True,
     programs: int = PROGRAMS,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
@@ -146,7 +160,7 @@ def records(
     pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles]
     start = launch.prepare(
         pointers, order if packed else None, units * HV, programs, N,
-        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, MARK=gate != "bounded" or mark, PDL=True,
+        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, WIDE=gate != "bounded" or wide, PDL=True,
     )  # fmt: skip
     start(launch.prepare_tensors(pointers, order if packed else None), SCALE, LOWER_BOUND)
     return tiles, header, o, order
@@ -201,9 +215,9 @@ def test_how_many_programs_share_the_records_changes_no_bit():
     """Nor does it matter whether the records before have chunks, and many repetitions or none."""
     x = inputs([64, 0, 130, 0, 0, 70, 1], 2, kind="period 16", v_heads=4, padding=200)
     x["k"][:, :100] = torch.randn(100, 2, 128, generator=torch.Generator().manual_seed(2))
-    want = records(x, mark=True, programs=1)
+    want = records(x, wide=True, programs=1)
     for programs in (3, 8, 1000):
-        for got, expected in zip(records(x, mark=True, programs=programs), want, strict=True):
+        for got, expected in zip(records(x, wide=True, programs=programs), want, strict=True):
             assert_same_bits(got, expected, f"of {programs} programs")
 
 
@@ -295,20 +309,65 @@ def test_one_key_at_every_token(dtype: torch.dtype):
     assert_close(S, state, 5e-3, "state")
 
 
+@pytest.fixture
+def by_levels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of the chunks that are computed by levels."""
+    found: list[int] = []
+
+    def meet_by_levels(*args: Any) -> Any:
+        found.append(int(args[inspect.getfullargspec(levels.meet_by_levels.function).args.index("rows")]))
+        return levels.meet_by_levels(*args)
+
+    monkeypatch.setattr(prepare, "meet_by_levels", meet_by_levels)
+    return found
+
+
 @pytest.mark.parametrize("gate", ["none", "softplus", "bounded"])
-def test_marks(gate: str):
-    """Of three chunks the one in which a channel decays by more than 2 ** 124 over 16 tokens is marked, and an empty record is not."""
-    x = inputs([192])
+def test_chunks_that_decay_widely(by_levels: list[int], gate: str):
+    """Of three, that in which a channel decays by more than 2 ** 124 over 16 tokens; the bounded gate does not get there. None of no tokens."""
+    x = inputs([180])
     x["g"].fill_(-1.0 if gate == "none" else -20.0)
-    x["g"][:, 80:96, :, 5] = -6.0 if gate == "none" else 20.0
-    header = records(x, gate=gate, mark=True)[1]
-    assert header[:, 128].tolist() == [0, 0 if gate == "bounded" else 1, 0, 0]
+    x["g"][:, 144:160, :, 5] = -6.0 if gate == "none" else 20.0
+    records(x, gate=gate, wide=True)
+    assert by_levels == ([] if gate == "bounded" else [52])
+
+
+@pytest.mark.parametrize("kind", ["times 10", "times 100", "times 1e4", "rare .01", "rare .1", "rare .5", "rare 1", "once 1e6", "once 200"])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_wide_decay(by_levels: list[int], kind: str, l2norm: bool):
+    check([64, 5, 100], kind=kind, gate="none", l2norm=l2norm, unit_keys=not l2norm)
+    assert {64, 36} <= {*by_levels}
+
+
+@pytest.mark.parametrize("number", [1.0, 4.0, 16.0])
+def test_wide_softplus(by_levels: list[int], number: float):
+    """Some channels decay by up to e ** -16 a logit, others hardly."""
+    check([70, 130], 2, f"A {number}", v_heads=4, padding=70, gate="softplus")
+    assert bool(by_levels) == (number > 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 33, 48, 63])
+def test_wide_chunks_that_are_not_full(by_levels: list[int], tokens: int):
+    check([tokens], kind="rare .3", gate="none", padding=8)
+    assert by_levels == [tokens]
+
+
+def test_wide_decay_of_fp16():
+    check([70], kind="times 300", gate="none", dtype=FP16)
+    assert check([70], kind="recurring 3", gate="none", dtype=FP16)
+
+
+@pytest.mark.parametrize("period", [1, 2, 40])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_keys_that_repeat_in_wide_chunks(by_levels: list[int], period: int, l2norm: bool):
+    assert check([64, 70], kind=f"recurring {period}", gate="none", l2norm=l2norm, unit_keys=not l2norm) >= 2
+    assert by_levels.count(64) == 2
 
 
 def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch):
-    """Before the products, and before copies to where keys that repeat were worked on."""
-    for module, kind in ((prepare, "random"), (repeats, "period 2")):
+    """Before the products, and before copies to where keys that repeat, or chunks that decay widely, were worked on."""
+    for module, kind, gate in ((prepare, "random", "bounded"), (repeats, "period 2", "bounded"), (levels, "times 100", "none")):
         with monkeypatch.context() as patched:
             patched.setattr(module, "fence_async_shared", lambda: None)
             with pytest.raises(AssertionError, match="barrier behind a fence"):
-                records(inputs([128], kind=kind), programs=1)
+                records(inputs([128], kind=kind), gate=gate, programs=1)

@@ -1,6 +1,6 @@
 """Prefill on Hopper, in two Gluon kernels that work as those of the Triton backend do and hand over the same records.
 
-What is rare is left to that backend: to a kernel of it chunks that decay too widely, to it all calls without a token.
+Calls without a token are left to that backend.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from kdaserve.ops.chunk_kda.sm90.chain import R, chain_kernel
 from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, prepare, prepare_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
-from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.forms import Form
 from kdaserve.ops.jit import prefill
 from kdaserve.ops.jit.chunking import bounded, forms_by_sequences, processor, units
@@ -83,11 +82,9 @@ class Launches:
         dependent = records <= SHORT * side_by_side
         self._prepare = prepare(
             pointers, order, records, min(records, side_by_side), N,
-            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, MARK=not bounded(call),
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, WIDE=not bounded(call),
             PDL=dependent, maxnreg=REGISTERS,
         )  # fmt: skip
-        operands = config.operands(torch.bfloat16, call.use_qk_l2norm_in_kernel)
-        self._prepare_wide = None if bounded(call) else portable.prepare(call, o, pointers, "only", operands)
         header, tiles = workspace
         others = self._others(call, h, snapshots)
         self._chain = chain(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order=order, dependent=dependent)
@@ -98,8 +95,6 @@ class Launches:
         pointers = portable.prepare_pointers(call, o, [header, tiles])
         if self._records:
             self._prepare(prepare_tensors(pointers, order), call.scale, call.lower_bound or 0.0)
-            if self._prepare_wide is not None:
-                self._prepare_wide(pointers, call.scale, call.lower_bound or 0.0)
         others = self._others(call, h, snapshots)
         tensors = chain_tensors(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order)
         self._chain(tensors, 0 if snapshots is None else len(snapshots[0]))

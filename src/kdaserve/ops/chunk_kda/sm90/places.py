@@ -4,7 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from kdaserve.ops.chunk_kda.sm90.layouts import LINES, PAIRS, C
-from kdaserve.ops.chunk_kda.sm90.space import HEADER, K
+from kdaserve.ops.chunk_kda.sm90.space import K
+
+AT_ONCE = gl.constexpr(128)
+EVERY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""Of so many numbers, which each warp has."""
 
 
 @gluon.jit
@@ -15,16 +19,19 @@ def first_unit(p_cu, n):
 
 @gluon.jit
 def sequence_of(p_cu, N, unit):
-    """The last sequence whose first unit is not behind `unit`, by bisection."""
+    """The last sequence whose first unit is not behind `unit`: by bisection, at the end among `AT_ONCE` by counting, since ways to memory add up."""
     low = 0
     high = N
-    while low + 1 < high:
+    while high - low > AT_ONCE:
         middle = (low + high) // 2
         if first_unit(p_cu, middle) <= unit:
             low = middle
         else:
             high = middle
-    return low
+    o_n = low + gl.arange(0, AT_ONCE, EVERY_WARP)
+    m_n = o_n < high
+    first = (gl.load(p_cu + o_n, mask=m_n, other=0) // C).to(gl.int32) + o_n
+    return low + gl.sum((m_n & (first <= unit)).to(gl.int32), 0) - 1
 
 
 @gluon.jit
@@ -67,8 +74,8 @@ def side_jobs(p_cu, p_order, p_o, o_t, o_h, N, T, HV):
 
 
 @gluon.jit
-def next_chunk(p_cu, p_header, record, records, N, T, HV, MARK: gl.constexpr):
-    """The first record from `record` on, in steps of all programs, that has a chunk; those before it are not marked.
+def next_chunk(p_cu, record, records, N, T, HV):
+    """The first record from `record` on, in steps of all programs, that has a chunk.
 
     Returns:
         The record, the entry of the batch, the chunk's first token in it, and how many tokens it has: zero where no record is left.
@@ -88,8 +95,6 @@ def next_chunk(p_cu, p_header, record, records, N, T, HV, MARK: gl.constexpr):
             i_b = unit // chunks
             start = unit % chunks * C
             rows = T - start
-        if MARK:
-            gl.store(p_header + record.to(gl.int64) * HEADER + K, 0.0, mask=rows <= 0)
         found = record
         record += gl.num_programs(0)
     return found, i_b, start, gl.minimum(gl.maximum(rows, 0), C)

@@ -1,11 +1,11 @@
 """Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. Four warps make record after record.
 
-A record is a header of fp32 numbers `[160]`, the decay of the chunk (128) and a mark, and tiles of bf16 rows of 128: k decayed from the chunk's start
+A record is a header of fp32 numbers `[160]`, the decay of the chunk in the first 128, and tiles of bf16 rows of 128: k decayed from the chunk's start
 (64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
 
 **Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
 row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
-lower_bound >= -5 this always holds; otherwise the chunks where it does not can be marked. Everything else follows from these two by factors <= 1 of a
+lower_bound >= -5 this always holds; where it does not, tokens meet by levels (`levels`). All else follows from these two by factors <= 1 of a
 channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end,
 and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
 
@@ -27,24 +27,34 @@ from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TIL
 from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, bring, load_beta, mask_chunk
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, here, side_by_side
+from kdaserve.ops.chunk_kda.sm90.levels import WIDEST, meet_by_levels
 from kdaserve.ops.chunk_kda.sm90.places import next_chunk, side_jobs
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
-from kdaserve.ops.jit import chunking
 from kdaserve.ops.jit.launch import kernel
 
-WIDEST = gl.constexpr(chunking.WIDEST)
-"""The log2 decay between a token and the middle of its half up to which factors are formed there: they hold 2 ** 124 times a normed key."""
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 """Products `[32, 32]` of the last step of E7."""
 
 
 @gluon.jit
-def meet(sRk, sRq, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
+def meet(sKQ, sC, sX):
+    """E6 and the q.k of E10."""
+    zero = gl.zeros([C, 32], gl.float32, ACC)
+    i_0 = here()
+    k1, k2, kx, q1, q2, qx = meet_slice(i_0, sKQ, sC, sX, zero, zero, zero, zero, zero, zero, True)
+    k1, k2, kx, q1, q2, qx = meet_slice(i_0 + 1, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, False)
+    return warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
+
+
+@gluon.jit
+def meet_slice(s, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
     """E6 and the q.k of E10 of a slice, started: all rows with the columns of the first half, of the second, and of the first in the second."""
-    c1 = sC.slice(0, 32, dim=0).permute((1, 0))
-    c2 = sC.slice(32, 32, dim=0).permute((1, 0))
-    cx = sX.slice(0, 32, dim=0).permute((1, 0))
+    sRk = sKQ.index(s)
+    sRq = sKQ.index(2 + s)
+    c1 = sC.index(s).slice(0, 32, dim=0).permute((1, 0))
+    c2 = sC.index(s).slice(32, 32, dim=0).permute((1, 0))
+    cx = sX.index(s).slice(0, 32, dim=0).permute((1, 0))
     k1 = warpgroup_mma(sRk, c1, k1, use_acc=not FIRST, is_async=True)  # E6
     k2 = warpgroup_mma(sRk, c2, k2, use_acc=not FIRST, is_async=True)
     kx = warpgroup_mma(sRk, cx, kx, use_acc=not FIRST, is_async=True)
@@ -126,7 +136,7 @@ def prepare_kernel(
     q_t: gl.int64, q_h: gl.int32, k_t: gl.int64, k_h: gl.int32, g_t: gl.int64, g_h: gl.int32, o_t: gl.int64, o_h: gl.int64,
     q_b: gl.int32, k_b: gl.int32, g_b: gl.int32, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     records: gl.int32, N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, MARK: gl.constexpr, PDL: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
     UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of every chunk and head, into its record; the order of the sequences, longest first.
@@ -135,11 +145,10 @@ def prepare_kernel(
     h q_h; likewise `d_k` and `d_g`.
 
     Args:
-        p_q, p_k, p_g: the same memory, in which rows are q_t, k_t, g_t apart; keys that repeat and their gates are read again there.
+        p_q, p_k, p_g: the same memory, in which rows are q_t, k_t, g_t apart; keys that repeat, and wide chunks, are read again there.
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
-        MARK: a half may decay too widely; the mark, 1 or 0, says whether one does, and the tiles of a marked chunk are not to be used. Otherwise the
-            mark is not written.
+        WIDE: halves may decay too widely.
         PDL: the next kernel of the stream may start when all programs of this one have.
     """
     if PDL:
@@ -157,7 +166,7 @@ def prepare_kernel(
     mbarrier.init(full, count=1)
     fence_async_shared()
     gl.thread_barrier()
-    record, i_b, start, rows = next_chunk(p_cu, p_header, gl.program_id(0), records, N, T, HV, MARK)
+    record, i_b, start, rows = next_chunk(p_cu, gl.program_id(0), records, N, T, HV)
     if rows > 0:
         bring(q, k, g, i_b, start, record % HV, share, sKQ, sG, full)
     if p_cu is not None:
@@ -178,7 +187,7 @@ def prepare_kernel(
         if p_bias is not None:
             p_bias += i_h * K
             b_bias = gl.load(p_bias + gl.arange(0, K, VECTOR))
-        following, next_b, next_start, next_rows = next_chunk(p_cu, p_header, record + gl.num_programs(0), records, N, T, HV, MARK)
+        following, next_b, next_start, next_rows = next_chunk(p_cu, record + gl.num_programs(0), records, N, T, HV)
         mbarrier.wait(full, phase)
         phase ^= 1
         if rows < C:
@@ -203,20 +212,24 @@ def prepare_kernel(
                 s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
                 sBias, p_tile, p_head, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
             )  # fmt: skip
-        if MARK:
-            gl.store(p_head + K, gl.where(gl.max(gl.max(b_widest, 1), 0) > WIDEST, 1.0, 0.0))
         fence_async_shared()
         gl.thread_barrier()
-        zero = gl.zeros([C, 32], gl.float32, ACC)
-        i_0 = here()
-        k1, k2, kx, q1, q2, qx = meet(sKQ.index(i_0), sKQ.index(i_0 + 2), sG.index(i_0), sX.index(i_0), zero, zero, zero, zero, zero, zero, True)
-        k1, k2, kx, q1, q2, qx = meet(sKQ.index(i_0 + 1), sKQ.index(i_0 + 3), sG.index(i_0 + 1), sX.index(i_0 + 1), k1, k2, kx, q1, q2, qx, False)
-        k1, k2, kx, q1, q2, qx = warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
+        p_chunk_k = p_k + (i_b * k_b + start) * k_t * UNIT + i_h // share * k[2]
+        p_chunk_g = p_g + (i_b * g_b + start) * g_t * UNIT + i_h * g[2]
+        if not WIDE:
+            k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
+        elif gl.max(gl.max(b_widest, 1), 0) > WIDEST:
+            p_chunk_q = p_q + (i_b * q_b + start) * q_t * UNIT + i_h // share * q[2]
+            k1, k2, kx, q1, q2, qx = meet_by_levels(
+                p_chunk_q, p_chunk_k, p_chunk_g, p_bias, p_tile, q_t * UNIT, k_t * UNIT, g_t * UNIT, k_norms, q_norms, rows, inner, outer,
+                sKQ, sG, sX, GATE,
+            )  # fmt: skip
+        else:
+            k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
         sX._keep_alive()
         b_A, b_Ax, b_qk, b_qkx = choose_basis(
             k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
-            p_k + (i_b * k_b + start) * k_t * UNIT + i_h // share * k[2], p_g + (i_b * g_b + start) * g_t * UNIT + i_h * g[2],
-            p_bias, p_tile + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
+            p_chunk_k, p_chunk_g, p_bias, p_tile + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
         )  # fmt: skip
         if next_rows > 0:  # arrives while E7 and the stores run
             bring(q, k, g, next_b, next_start, following % HV, share, sKQ, sG, full)
