@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -22,12 +23,13 @@ from helpers import DECODE, OPS
 from kdaserve import BackendError, TuningError, contract, dispatch
 from kdaserve.ops.chunk_kda.helion.chain import chain_kernel
 from kdaserve.ops.chunk_kda.helion.prepare import prepare_kernel
+from kdaserve.ops.helion import launch as launches
 from kdaserve.ops.helion import source, tuned
 from kdaserve.ops.helion.launch import Kernel
 from kdaserve.ops.jit import chunking
 from kdaserve.ops.packed_decode_kda.helion import packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.helion import recurrent_kda_kernel
-from kdaserve.testing import decode_inputs, prefill_inputs
+from kdaserve.testing import assert_close, decode_inputs, prefill_inputs
 
 KERNELS: tuple[Kernel, ...] = (prepare_kernel, chain_kernel, packed_decode_kda_kernel, recurrent_kda_kernel)
 TARGETS = [
@@ -260,3 +262,64 @@ def test_every_form_of_the_chain(form: chunking.Chain, monkeypatch: pytest.Monke
     call |= {"track_state": torch.zeros(3, 1, 80, 48), "track_chunk_idx": torch.tensor([1, -1, -1]), "output_intermediate_states": True}
     free = [slot for slot in range(5) if slot not in call["initial_state_indices"].tolist()]
     Target("helion", "cpu").check_prefill("chunk_kda", call, snapshots=kdaserve.Snapshots([0, 2], [64, 3], free))
+
+
+# Records
+
+REPETITIONS = {"one too few": 7, "an eighth": 8, "most": 60, "all": 63, "of a rest of 21 tokens, three": 3}
+"""By chunk, how many of its tokens repeat an earlier one; the last chunk is not full."""
+
+
+def with_repetitions() -> Call:
+    """One sequence of two heads with keys a little shorter than 1; the second has a channel, which no key has, that is forgotten at once."""
+    call = prefill_inputs([64 * (len(REPETITIONS) - 1) + 21], heads=2, gate="none")
+    call["g"] = torch.full_like(call["g"], -1e-3)
+    call["g"][:, :, 1, 3] = -50.0
+    call["k"][..., 3] = 0.0
+    call["k"] = 0.9 * torch.nn.functional.normalize(call["k"], dim=-1)
+    generator = torch.Generator().manual_seed(0)
+    for chunk, count in zip(call["k"][0].split(64), REPETITIONS.values(), strict=True):
+        for t in sorted((torch.randperm(len(chunk) - 1, generator=generator)[:count] + 1).tolist()):
+            chunk[t] = chunk[int(torch.randint(t, (1,), generator=generator))]
+    return call
+
+
+def by_helion(call: Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The records between the two kernels, one a chunk and head."""
+    seen: dict[str, torch.Tensor] = {}
+    monkeypatch.setattr(launches, "OBSERVERS", [lambda launch, tensors, _: seen.update(zip(launch.views, tensors, strict=True))])
+    kdaserve.chunk_kda(**call, backend="helion")
+    kd, qd, ke = seen["rows"].view(-1, 3, 64, 16).unbind(1)
+    qk, M = seen["pairs"].view(-1, 2, 64, 64).unbind(1)
+    return {"kd": kd, "qd": qd, "ke": ke, "qk": qk, "M": M, "decay": seen["decay"].view(-1, 16)}
+
+
+def by_triton(call: Call, monkeypatch: pytest.MonkeyPatch) -> dict[str, torch.Tensor]:
+    """The same."""
+    module = importlib.import_module("kdaserve.ops.chunk_kda.triton")
+    seen: list[list[torch.Tensor]] = []
+    pointers = module.Launches._chain_pointers
+
+    def watched(*arguments: Any) -> Any:
+        seen.append(arguments[-1])
+        return pointers(*arguments)
+
+    monkeypatch.setattr(module.Launches, "_chain_pointers", staticmethod(watched))
+    kdaserve.chunk_kda(**call, backend="triton")
+    header, tiles = seen[-1]
+    kd, qd, ke = tiles[:, : 3 * 64 * 16].view(-1, 3, 64, 16).unbind(1)
+    qk, M = tiles[:, 3 * 64 * 16 :].view(-1, 64, 2, 64).unbind(2)
+    return {"kd": kd, "qd": qd, "ke": ke, "qk": qk, "M": M, "decay": header[:, :16]}
+
+
+@here
+def test_records_of_chunks_in_which_keys_repeat(monkeypatch: pytest.MonkeyPatch):
+    """They are those of `triton`, in the basis that the chunk takes there."""
+    call = with_repetitions()
+    found, wanted = by_helion(call, monkeypatch), by_triton(call, monkeypatch)
+    for i, (what, head) in enumerate(itertools.product(REPETITIONS, ("head", "head of wide decay"))):
+        for name, tile in wanted.items():
+            assert_close(found[name][i], tile[i].double(), 2e-5, f"{name} of the {head} in the chunk whose repetitions are: {what}")
+        if what == "all":
+            ke = found["ke"][i]
+            assert ke[:-1].norm() < 0.2 * ke[-1].norm()

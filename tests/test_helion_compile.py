@@ -23,9 +23,10 @@ STACK = {
     "decode-fp32-32-any-memory": 0,
     "recurrent": 0,
     # Offsets of tokens are of 64 bits; that takes some registers more than the kernels of `triton` need.
-    "prepare-never": 96,
-    "prepare-marked": 160,
-    "prepare-only": 640,
+    # Of `prepare`, most of it is used in chunks in which keys repeat.
+    "prepare-never": 200,
+    "prepare-marked": 208,
+    "prepare-only": 544,
     "chain-16": 0,
     "chain-32": 0,
     "chain-64": 32,

@@ -3,16 +3,32 @@
 Two tokens of one half of a chunk meet at the half's middle: the row's factor is exp2 of the log decay between the middle and the row, the column's
 the reverse. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with lower_bound >= -5 this always holds.
 Tokens of different halves meet at the boundary, where both factors are <= 1.
+
+Where keys repeat, the chunk is written in another basis, in which E9 to E11 keep their form; the `triton` backend's prepare kernel explains it.
 """
 
 import helion.language as hl
 import torch
 
 from kdaserve.contract import L2_EPS
-from kdaserve.ops.chunk_kda.helion.tiles import first_unit, inverse, meet, meet_by_levels, picks, split, sums, token_decay
+from kdaserve.ops.chunk_kda.helion.tiles import (
+    differences,
+    first_unit,
+    inverse,
+    key_differences,
+    last_repeated,
+    meet,
+    meet_by_levels,
+    picks,
+    repetitions,
+    split,
+    sums,
+    token_decay,
+    write_strengths,
+)
 from kdaserve.ops.helion.launch import kernel
-from kdaserve.ops.helion.math import address, product, sigmoid
-from kdaserve.ops.jit.chunking import WIDEST
+from kdaserve.ops.helion.math import address, product
+from kdaserve.ops.jit.chunking import OFTEN, WIDEST
 
 
 @kernel("q", "k", "g", "dt_bias", "o", own=["rows", "pairs", "decay", "mark"])
@@ -156,22 +172,60 @@ def prepare_kernel(
             if WIDE == "marked":
                 hl.store(mark, [record], torch.where(torch.amax(torch.amax(widest, 1), 0) > WIDEST, 1.0, 0.0))
 
-            lower = o_r[:, None] >= o_r[None, :]
+            # The same tokens in other words: equal ones would go through the loop in registers (docs/facts.md).
+            t_1 = start + torch.where(m_1, o_r, 0)
+            t_2 = start + HALF + torch.where(m_2, o_r, 0)
+            row = o_r[:, None]
+            col = o_r[None, :]
+            beta1 = write_strengths(beta, i_b, t_1, i_h, m_1, BETA_RAW)
+            beta2 = write_strengths(beta, i_b, t_2, i_h, m_2, BETA_RAW)
+            last11, last21, last22 = last_repeated(A11, A21, A22, L2NORM)
+            A11 = torch.where(row > col, A11 * beta1[:, None], 0.0)
+            A21 = A21 * beta2[:, None]
+            A22 = torch.where(row > col, A22 * beta2[:, None], 0.0)
+            qk11 = torch.where(row >= col, qk11, 0.0)
+            qk22 = torch.where(row >= col, qk22, 0.0)
+            repeats = ((last11 >= 0).to(torch.int32) + (last21 >= 0).to(torch.int32) + (last22 >= 0).to(torch.int32)).sum(0)
+            if (repeats * OFTEN >= n_rows) | (repeats * OFTEN >= C):
+                for i_s in hl.grid(BK // BS):
+                    o_k = i_s * BS + o_s
+                    m_1k = m_1[:, None] & (o_k < K)[None, :]
+                    m_2k = m_2[:, None] & (o_k < K)[None, :]
+                    o_1 = (o_r[:, None] * BK + o_k[None, :]).to(torch.int32)
+                    x1 = hl.load(g, [i_b, t_1, i_h, o_k], extra_mask=m_1k).to(torch.float32)
+                    x2 = hl.load(g, [i_b, t_2, i_h, o_k], extra_mask=m_2k).to(torch.float32)
+                    if dt_bias is not None:
+                        bias = hl.load(dt_bias, [i_h * K + o_k], extra_mask=o_k < K)[None, :]
+                        x1 = x1 + bias
+                        x2 = x2 + bias
+                    g1 = split(token_decay(x1, m_1k, a, lower_bound, GATE), PARTS)
+                    g2 = split(token_decay(x2, m_2k, a, lower_bound, GATE), PARTS)
+                    k1 = hl.load(k, [i_b, t_1, i_hk, o_k], extra_mask=m_1k).to(torch.float32) * k_norm1[:, None]
+                    k2 = hl.load(k, [i_b, t_2, i_hk, o_k], extra_mask=m_2k).to(torch.float32) * k_norm2[:, None]
+                    k1 = k1 * torch.exp2(sums(later, g1) + sums(every, g2))
+                    k2 = k2 * torch.exp2(sums(later, g2))
+                    k1, k2 = key_differences(k1, k2, repetitions(last11, last21, last22), PARTS)
+                    hl.store(rows, [address(o_rows + 2 * C * BK, o_1)], k1.to(OP))
+                    hl.store(rows, [address(o_rows + 2 * C * BK, o_1 + HALF * BK)], k2.to(OP))
+                N11, N21, N22 = repetitions(last11, last21, last22)
+                qk11, qk21, qk22 = differences((qk11, qk21, qk22), (N11, N21, N22), PARTS)
+                A11, A21, A22 = differences((A11, A21, A22), (N11, N21, N22), PARTS)
+                A11 = A11 - N11
+                A21 = A21 - N21
+                A22 = A22 - N22
             none = hl.zeros([HALF, HALF], dtype=OP)
-            o_11 = (o_r[:, None] * C + o_r[None, :]).to(torch.int32)
+            o_11 = (row * C + col).to(torch.int32)
             o_21 = o_11 + HALF * C
-            hl.store(pairs, [address(o_pairs, o_11)], torch.where(lower, qk11, 0.0).to(OP))
+            hl.store(pairs, [address(o_pairs, o_11)], qk11.to(OP))
             hl.store(pairs, [address(o_pairs + HALF, o_11)], none)
             hl.store(pairs, [address(o_pairs, o_21)], qk21.to(OP))
-            hl.store(pairs, [address(o_pairs + HALF, o_21)], torch.where(lower, qk22, 0.0).to(OP))
-            beta1 = hl.load(beta, [i_b, t_1, i_h], extra_mask=m_1).to(torch.float32)
-            beta2 = hl.load(beta, [i_b, t_2, i_h], extra_mask=m_2).to(torch.float32)
-            if BETA_RAW:
-                beta1 = torch.where(m_1, sigmoid(beta1), 0.0)
-                beta2 = torch.where(m_2, sigmoid(beta2), 0.0)
-            M11 = inverse(A11 * beta1[:, None], MERGE)  # E7
-            M22 = inverse(A22 * beta2[:, None], MERGE)
-            M21 = product(product(M22.to(MERGE), (A21 * beta2[:, None]).to(MERGE)).to(MERGE), M11.to(MERGE))
+            hl.store(pairs, [address(o_pairs + HALF, o_21)], qk22.to(OP))
+            # Read again: kept through the branch they would be spilled.
+            beta1 = write_strengths(beta, i_b, t_1, i_h, m_1, BETA_RAW)
+            beta2 = write_strengths(beta, i_b, t_2, i_h, m_2, BETA_RAW)
+            M11 = inverse(A11, MERGE)  # E7
+            M22 = inverse(A22, MERGE)
+            M21 = product(product(M22.to(MERGE), A21.to(MERGE)).to(MERGE), M11.to(MERGE))
             hl.store(pairs, [address(o_pairs + C * C, o_11)], (M11 * beta1[None, :]).to(OP))
             hl.store(pairs, [address(o_pairs + C * C + HALF, o_11)], none)
             hl.store(pairs, [address(o_pairs + C * C, o_21)], (-M21 * beta1[None, :]).to(OP))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kdaserve.contract import CHUNK
-from kdaserve.ops.helion.math import log2_decay, product
+from kdaserve.ops.helion.math import log2_decay, product, sigmoid
+from kdaserve.ops.jit.chunking import NEAR
 
 HALF = CHUNK // 2
 LEVELS = HALF.bit_length() - 1
@@ -27,6 +28,12 @@ def token_decay(x: Tensor, there: Tensor, a: Tensor | float, lower_bound: float,
     if gate != "bounded":
         g = torch.where(g < -1e6, -1e6, g)
     return torch.where(there, g, 0.0)
+
+
+def write_strengths(beta: Tensor, i_b: int | Tensor, t: Tensor, i_h: Tensor, there: Tensor, raw: bool) -> Tensor:
+    """Beta of the tokens that are there."""
+    x = hl.load(beta, [i_b, t, i_h], extra_mask=there).to(torch.float32)
+    return torch.where(there, sigmoid(x), 0.0) if raw else x
 
 
 def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
@@ -65,6 +72,7 @@ def meet(k: Tensor, q: Tensor, e: Tensor, A: Tensor, qk: Tensor, op: torch.dtype
 def meet_by_levels(k: Tensor, q: Tensor, parts: tuple[Tensor, ...], A: Tensor, qk: Tensor, op: torch.dtype) -> tuple[Tensor, Tensor]:
     """The same for any decay: neighbouring segments of 1, 2, 4, 8 and 16 tokens meet where they touch, all factors <= 1."""
     row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
+    A = A + torch.where(row == col, (k * k).sum(1)[:, None], 0.0)
     qk = qk + torch.where(row == col, (q * k).sum(1)[:, None], 0.0)
     for level in range(LEVELS):
         second = ((row >> level) & 1) == 1
@@ -78,10 +86,47 @@ def meet_by_levels(k: Tensor, q: Tensor, parts: tuple[Tensor, ...], A: Tensor, q
     return A, qk
 
 
-def inverse(A: Tensor, merge: torch.dtype) -> Tensor:
-    """E7 of a half: from blocks of 2 to the whole by halves, [[M1, 0], [-M2 A21 M1, M2]]."""
+def last_repeated(A11: Tensor, A21: Tensor, A22: Tensor, normed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """In each quarter of a chunk, of each row the last token that it repeats, -1 if that is none or in the other quarter. A comes without beta."""
     row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
-    A = torch.where(row > col, A, 0.0)
+
+    def squares(A: Tensor) -> Tensor:
+        return hl.full([HALF], 1.0, dtype=torch.float32) if normed else torch.where(row == col, A, 0.0).sum(1)
+
+    def last(A: Tensor, square: Tensor, earlier: Tensor) -> Tensor:
+        least = NEAR * square[:, None]
+        return torch.amax(torch.where(earlier & (least < A), col, -1).to(torch.int32), 1)
+
+    square1, square2 = squares(A11), squares(A22)
+    last22 = last(A22, square2, row > col)
+    return last(A11, square1, row > col), torch.where(last22 < 0, last(A21, square2, col < HALF), -1), last22
+
+
+def repetitions(*last: Tensor) -> tuple[Tensor, ...]:
+    """The quarters of N, which picks for each token the last one that it repeats."""
+    return tuple(torch.where(hl.arange(HALF)[None, :] == x[:, None], 1.0, 0.0) for x in last)
+
+
+def differences(X: tuple[Tensor, ...], N: tuple[Tensor, ...], parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """X (I - N), both lower triangular, in quarters."""
+
+    def picked(X: Tensor, N: Tensor) -> Tensor:
+        return sums(N.T, split(X.T, parts)).T
+
+    (X11, X21, X22), (N11, N21, N22) = X, N
+    return X11 - picked(X11, N11), X21 - picked(X21, N11) - picked(X22, N21), X22 - picked(X22, N22)
+
+
+def key_differences(k1: Tensor, k2: Tensor, N: tuple[Tensor, ...], parts: int) -> tuple[Tensor, Tensor]:
+    """(I - N)^T k of the two halves."""
+    N11, N21, N22 = N
+    parts1, parts2 = split(k1, parts), split(k2, parts)
+    return k1 - sums(N11.T, parts1) - sums(N21.T, parts2), k2 - sums(N22.T, parts2)
+
+
+def inverse(A: Tensor, merge: torch.dtype) -> Tensor:
+    """E7 of a half, A without a diagonal: from blocks of 2 to the whole by halves, [[M1, 0], [-M2 A21 M1, M2]]."""
+    row, col = hl.arange(HALF)[:, None], hl.arange(HALF)[None, :]
     M = torch.where(row == col, 1.0, torch.where((row ^ col) == 1, -A, 0.0))
     for level in range(1, LEVELS):
         A21 = torch.where(((row >> level) ^ (col >> level)) == 1, A, 0.0).to(merge)
