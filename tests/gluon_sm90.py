@@ -32,8 +32,8 @@ from sm90 import HOPPER, INTEGERS, STATES, TOOLS
 MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
 MAPS |= {f"d_{name}": (None, [64, 64], TILE) for name in "qkg"}
 """Dtype, None for that of the inputs, box and layout."""
-CHAIN: dict[str, Any] = {"SOON": True, "PDL": True}
-PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "WIDE": False, "PDL": True, "maxnreg": REGISTERS}
+CHAIN: dict[str, Any] = {"SOON": True}
+PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "WIDE": False, "maxnreg": REGISTERS}
 READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel: "wgmma.mma_async"}
 """The instruction that reads, past the caches of the threads, what they have written to shared memory."""
 

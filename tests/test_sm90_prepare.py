@@ -160,7 +160,7 @@ def records(
     pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles]
     start = launch.prepare(
         pointers, order if packed else None, units * HV, programs, N,
-        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, WIDE=gate != "bounded" or wide, PDL=True,
+        GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, WIDE=gate != "bounded" or wide,
     )  # fmt: skip
     start(launch.prepare_tensors(pointers, order if packed else None), SCALE, LOWER_BOUND)
     return tiles, header, o, order

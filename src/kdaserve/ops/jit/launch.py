@@ -106,11 +106,13 @@ class Launch:
         numbers: Sequence[int],
         *,
         maps: Sequence[Matrix] = (),
+        overlapping: bool = True,
         **constants: Any,
     ):
         """`tensors` as in the calls; `strides` in elements; `numbers` come before those of the calls; `maps` are those of the first tensors.
 
-        `constants` are the kernel's but `UNIT`, and Triton's options.
+        `constants` are the kernel's but `UNIT`, and Triton's options. With the option `launch_pdl` the kernel may start before the one before it in
+        the stream has ended, unless not `overlapping`: that is a matter of a launch, not of what is compiled.
         """
         assert len(maps) == len(kernel.maps), f"tensor maps of {kernel.name}"
         assert len(tensors) == len(kernel.maps) + len(kernel.pointers), f"tensors of {kernel.name}"
@@ -125,7 +127,7 @@ class Launch:
         dtypes = tuple(None if x is None else x.dtype for x in tensors)
         self._keys = {unit: (device, dtypes, *self._constants, unit, *self._options.values()) for unit in (UNIT, 1)}
         self._starts: dict[int, _Start] = {}
-        self._maps = maps
+        self._maps, self._overlapping = maps, overlapping
         self._encoded: list[dict[int, tuple]] = [{} for _ in maps]
         """By address, what stands for a tensor map among the arguments."""
 
@@ -153,7 +155,7 @@ class Launch:
         compiled = self._kernel.compiled.get(self._keys[unit])
         if compiled is None or compiled.run.global_scratch_size or compiled.run.profile_scratch_size:
             return None
-        start = self._starts[unit] = _Start.of(compiled)
+        start = self._starts[unit] = _Start.of(compiled, self._overlapping)
         return start
 
     def _mapped(self, start: _Start, addresses: list) -> list:
@@ -196,7 +198,7 @@ class _Start:
     maps: tuple[tuple, ...]
 
     @classmethod
-    def of(cls, compiled: Any) -> _Start:
+    def of(cls, compiled: Any, overlapping: bool) -> _Start:
         """Of a kernel that needs no memory of its own."""
         from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
@@ -204,7 +206,17 @@ class _Start:
         maps = getattr(compiled.metadata, "tensordesc_meta", None) or ()
         # With tensor maps, Triton wraps the function in one that encodes them.
         function = inspect.getclosurevars(run.launch).nonlocals["launcher"] if maps else run.launch
-        settings = compiled.function, run.launch_cooperative_grid, run.launch_pdl, None, None, compiled.packed_metadata, None, None, None
+        settings = (
+            compiled.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl and overlapping,
+            None,
+            None,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
         stream = triton.runtime.driver.active.get_current_stream
         return cls(
             stream, function, settings, tuple((m["swizzle"], m["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]], m["block_size"]) for m in maps)

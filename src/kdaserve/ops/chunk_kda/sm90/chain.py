@@ -137,10 +137,9 @@ def save_snapshots(b_S0, b_S1, boundary, i_n, o_S, p_pool, pool_s, p_sequence, p
 
 
 @gluon.jit
-def produce(d_tiles, d_head, d_v, record, token, column, chunks, HV, sBoxes, sV, sDecay, full, empty, PDL: gl.constexpr):
+def produce(d_tiles, d_head, d_v, record, token, column, chunks, HV, sBoxes, sV, sDecay, full, empty):
     """The warp that fills the stages as they become free."""
-    if PDL:
-        gdc_wait()
+    gdc_wait()
     stage = 0
     phase = 1
     for _ in range(chunks):
@@ -172,7 +171,7 @@ def store_rows(p_o, o_t, sO, left):
 def consume(
     d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_token, column, length, chunks, behind, i_n, i_h, i_v, pool_s, track_s, o_t, HV, M, sBoxes, sV, sDecay, sO, full, empty,
-    SOON: gl.constexpr, PDL: gl.constexpr,
+    SOON: gl.constexpr,
 ):  # fmt: skip
     """The warps that compute: E8 to E11 of all chunks of a sequence.
 
@@ -279,8 +278,7 @@ def consume(
             save_snapshots(b_S0, b_S1, chunks, i_n, o_S, p_pool, pool_s, p_sequence, p_tokens, p_slot, M)
     if (slot >= 0) & (length > 0):
         save(p_pool + slot * pool_s, b_S0, b_S1, o_S)
-    if PDL:
-        gdc_wait()  # so that no program, and no call, ends before `prepare` does
+    gdc_wait()  # so that no program, and no call, ends before `prepare` does
 
 
 @kernel("p_o", "p_pool", "p_track", own=["p_h"], jit=gluon.jit)
@@ -288,13 +286,13 @@ def chain_kernel(
     d_tiles, d_head, d_v, d_o, p_o, p_pool, p_index, p_cu, p_order, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_t: gl.int64, o_h: gl.int32, pool_s: gl.int64, track_s: gl.int64,
     v_b: gl.int32, v_h: gl.int32, o_b: gl.int32, behind: gl.int32, T: gl.int32, HV: gl.int32, M: gl.int32,
-    SOON: gl.constexpr, PDL: gl.constexpr, UNIT: gl.constexpr,
+    SOON: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E8 to E11 of all chunks of a sequence, the output written on the way, and the states at the boundaries that the call asks for.
 
     Token t of batch entry b is row b v_b + t of `d_v`, head h starts at column h v_h; likewise `d_o`. Row `behind` is past the end of `d_o`.
 
-    PDL: the kernel is launched while `prepare` still runs, and waits for it before it reads records, headers and `p_order`, which alone come from
+    The kernel may be launched while `prepare` still runs, and waits for it before it reads records, headers and `p_order`, which alone come from
     there. States it reads before: `prepare` itself is launched the usual way, after all that came before it in the stream has ended, and all
     programs of this kernel are behind that start.
 
@@ -307,8 +305,7 @@ def chain_kernel(
     i_h = pid // (K // R) % HV
     i_n = pid // (K // R) // HV
     if p_order is not None:
-        if PDL:
-            gdc_wait()
+        gdc_wait()
         i_n = gl.load(p_order + i_n).to(gl.int32)
     if p_cu is not None:
         v_token = gl.load(p_cu + i_n).to(gl.int32)
@@ -337,9 +334,9 @@ def chain_kernel(
             (consume, (
                 d_o, p_o, p_pool, p_index, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
                 o_token, i_h * (o_h * UNIT) + i_v * R, length, chunks, behind, i_n, i_h, i_v, pool_s * UNIT, track_s * UNIT, o_t * UNIT, HV, M,
-                sBoxes, sV, sDecay, sO, full, empty, SOON, PDL,
+                sBoxes, sV, sDecay, sO, full, empty, SOON,
             )),
-            (produce, (d_tiles, d_head, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty, PDL)),
+            (produce, (d_tiles, d_head, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty)),
         ],
         [1],
         [WORKER_REGISTERS],

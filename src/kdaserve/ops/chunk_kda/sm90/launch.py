@@ -103,7 +103,7 @@ def chain(
         (map_o.stride, strides(o, 3)[2], *strides(pool, 1), *strides(track, 1)), (v_b, strides(v, 3)[2], o_b, map_o.rows, T, HV),
         maps=(tiles, headers_map, map_v, map_o),
         SOON=slots is None,  # with snapshots to look for there are no registers left for it
-        PDL=dependent, num_warps=4, launch_pdl=dependent,
+        overlapping=dependent, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 

@@ -136,8 +136,7 @@ def prepare_kernel(
     q_t: gl.int64, q_h: gl.int32, k_t: gl.int64, k_h: gl.int32, g_t: gl.int64, g_h: gl.int32, o_t: gl.int64, o_h: gl.int64,
     q_b: gl.int32, k_b: gl.int32, g_b: gl.int32, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     records: gl.int32, N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr, PDL: gl.constexpr,
-    UNIT: gl.constexpr,
+    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """E5 to E7, the decayed q and k, and the q.k of E10 of every chunk and head, into its record; the order of the sequences, longest first.
 
@@ -149,10 +148,9 @@ def prepare_kernel(
         p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
         WIDE: halves may decay too widely.
-        PDL: the next kernel of the stream may start when all programs of this one have.
     """
-    if PDL:
-        gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    # The next kernel of the stream may start when all programs of this one have.
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     q = (d_q, q_b, q_h * UNIT)
     k = (d_k, k_b, k_h * UNIT)
     g = (d_g, g_b, g_h * UNIT)
