@@ -18,9 +18,7 @@ from kdaserve.testing import assert_close, assert_same_bits
 
 SCALE, LOWER_BOUND = 128**-0.5, -5.0
 BF16, FP16, NAN = torch.bfloat16, torch.float16, float("nan")
-launch, prepare, levels, repeats = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "levels", "repeats")
-PROGRAMS = 5
-"""They share the records of a call: fewer than there are in most tests, and more in some."""
+launch, prepare, levels = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "levels")
 Call = dict[str, Any]
 
 
@@ -147,9 +145,8 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
 
 
 def records(
-    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, wide: bool = False, packed: bool = True,
-    programs: int = PROGRAMS,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, wide: bool = False, packed: bool = True
+) -> tuple[Tensor, ...]:
     """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
     B, T, HV, _ = x["g"].shape
     N = len(x["cu"]) - 1 if packed else B
@@ -159,7 +156,7 @@ def records(
     inputs, parameters = [x[name] for name in ("q", "k", "g", "beta")], (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
     pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles]
     start = launch.prepare(
-        pointers, order if packed else None, units * HV, programs, N,
+        pointers, order if packed else None, units * HV, N,
         GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, WIDE=gate != "bounded" or wide,
     )  # fmt: skip
     start(launch.prepare_tensors(pointers, order if packed else None), SCALE, LOWER_BOUND)
@@ -209,16 +206,6 @@ def check(
 )
 def test_lengths(lengths: list[int], padding: int):
     check(lengths, padding=padding)
-
-
-def test_how_many_programs_share_the_records_changes_no_bit():
-    """Nor does it matter whether the records before have chunks, and many repetitions or none."""
-    x = inputs([64, 0, 130, 0, 0, 70, 1], 2, kind="period 16", v_heads=4, padding=200)
-    x["k"][:, :100] = torch.randn(100, 2, 128, generator=torch.Generator().manual_seed(2))
-    want = records(x, wide=True, programs=1)
-    for programs in (3, 8, 1000):
-        for got, expected in zip(records(x, wide=True, programs=programs), want, strict=True):
-            assert_same_bits(got, expected, f"of {programs} programs")
 
 
 @pytest.mark.parametrize("batched", [False, True])
@@ -365,9 +352,8 @@ def test_keys_that_repeat_in_wide_chunks(by_levels: list[int], period: int, l2no
 
 
 def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch):
-    """Before the products, and before copies to where keys that repeat, or chunks that decay widely, were worked on."""
-    for module, kind, gate in ((prepare, "random", "bounded"), (repeats, "period 2", "bounded"), (levels, "times 100", "none")):
+    for module, kind, gate in ((prepare, "random", "bounded"), (levels, "times 100", "none")):
         with monkeypatch.context() as patched:
             patched.setattr(module, "fence_async_shared", lambda: None)
             with pytest.raises(AssertionError, match="barrier behind a fence"):
-                records(inputs([128], kind=kind), gate=gate, programs=1)
+                records(inputs([128], kind=kind), gate=gate)

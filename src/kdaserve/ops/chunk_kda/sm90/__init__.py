@@ -21,10 +21,8 @@ from kdaserve.ops.jit.chunking import bounded, forms_by_sequences, processor, un
 from kdaserve.ops.jit.launch import dense, gate_name
 from kdaserve.ops.prefill import PrefillCall
 
-PROGRAMS, REGISTERS = 2, 255
-"""Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves; with 3, 168, for some of which there is no room."""
-WALK = 0
-"""Turns of `prepare` from which a program makes record after record; else each makes one."""
+PROGRAMS, REGISTERS = 3, 168
+"""Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves."""
 SHORT = 4
 """Turns of `prepare` up to which the chain is launched before it ends: 2 µs fewer. With many turns the halves of V then read records at different
 times, and so from memory twice: 64 heads of 8192 tokens take 0.61 ms instead of 0.56."""
@@ -80,11 +78,9 @@ class Launches:
         self._order = ((N,), torch.int32) if _waits(call, N) else None
         workspace, order = self._room(o.device)
         pointers = portable.prepare_pointers(call, o, workspace)
-        side_by_side = PROGRAMS * processor(o.device)[0]
-        programs = records if records <= WALK * side_by_side else min(records, side_by_side)
-        dependent = records <= SHORT * side_by_side
+        dependent = records <= SHORT * PROGRAMS * processor(o.device)[0]
         self._prepare = prepare(
-            pointers, order, records, programs, N,
+            pointers, order, records, N,
             GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, WIDE=not bounded(call),
             maxnreg=REGISTERS,
         )  # fmt: skip

@@ -2,10 +2,10 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from kdaserve.ops.chunk_kda.sm90.decay import BS, LOG2_E, TILE, ex2, rcp
-from kdaserve.ops.chunk_kda.sm90.layouts import VECTOR, C, here, mask_rows
+from kdaserve.ops.chunk_kda.sm90.layouts import VECTOR, C, mask_rows
 
 
 @gluon.jit
@@ -15,22 +15,10 @@ def box(sBoxes, i, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def copy_slices(x, i_b, start, i_h, sBoxes, i, full):
-    """Starts the copies of a chunk and head to boxes i and i + 1, a slice each; x: tensor map, rows of a batch entry, columns of a head."""
-    d_x, x_b, x_h = x
+def copy_slices(d_x, row, column, sBoxes, i, full):
+    """Starts the copies of a chunk and head, its first token in `row`, its first channel in `column`, to boxes i and i + 1, a slice each."""
     for s in gl.static_range(2):
-        tma.async_copy_global_to_shared(d_x, [i_b * x_b + start, i_h * x_h + s * BS], full, box(sBoxes, i + s, d_x.dtype))
-
-
-@gluon.jit
-def bring(q, k, g, i_b, start, i_h, share, sKQ, sG, full):
-    """Starts the copies of k, q and g of a chunk and head of g."""
-    i_hk = i_h // share
-    i_0 = here()
-    mbarrier.expect(full, 6 * C * BS * 2)
-    copy_slices(k, i_b, start, i_hk, sKQ, i_0, full)
-    copy_slices(q, i_b, start, i_hk, sKQ, i_0 + 2, full)
-    copy_slices(g, i_b, start, i_h, sG, i_0, full)
+        tma.async_copy_global_to_shared(d_x, [row, column + s * BS], full, box(sBoxes, i + s, d_x.dtype))
 
 
 @gluon.jit

@@ -46,14 +46,13 @@ def holds(records: int) -> bool:
 
 
 def prepare(
-    pointers: Sequence[Tensor | None], order: Tensor | None, records: int, programs: int, sequences: int, **constants: Any
+    pointers: Sequence[Tensor | None], order: Tensor | None, records: int, sequences: int, **constants: Any
 ) -> Launch:  # fmt: skip
     """The launch of `prepare_kernel` for tensors of this layout; what it is called with is `prepare_tensors` of the same, scale, and lower bound.
 
     Args:
         pointers: q, k `[B, T, H, 128]` and g `[B, T, HV, 128]`, as `tokens` takes them, beta, A_log, dt_bias, cu_seqlens, o, headers and tiles.
         order: see `prepare_kernel`; constants: the kernel's but `UNIT`, and Triton's options.
-        programs: that share the records.
     """
     q, k, g, beta, *_, o, _, _ = pointers
     assert q is not None
@@ -61,10 +60,10 @@ def prepare(
     maps = [_seen(x) for x in (q, k, g)]
     heads = [strides(x, 3)[2] for x in (q, k, g)]
     return Launch(
-        prepare_kernel, programs, prepare_tensors(pointers, order),
+        prepare_kernel, records, prepare_tensors(pointers, order),
         (*[number for seen, head in zip(maps, heads, strict=True) for number in (seen.stride, head)], *strides(o, 3)[1:]),
         (*[strides(x, 1)[0] // seen.stride for x, seen in zip((q, k, g), maps, strict=True)], *strides(beta, 3),
-         records, sequences, q.shape[1], q.shape[2], g.shape[2]),
+         sequences, q.shape[1], q.shape[2], g.shape[2]),
         maps=maps, num_warps=4, **constants,
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 @gluon.jit
 def here():
-    """Zero, which the compiler does not know: what depends on it is computed here, and does not wait in registers all around a loop."""
+    """Zero, which the compiler does not know: what depends on it is computed here, though the same was computed before, and waits in no register."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 

@@ -111,7 +111,7 @@ def meet_by_levels(
     """The products that `finish` takes, each `[64, 32]`, for any decay, and kd, qd and ke to the record; the decay of the chunk is there.
 
     Args:
-        sKQ, sG, sX: memory that nothing reads any more, and that copies may overwrite behind the next barrier.
+        sKQ, sG, sX: memory that nothing reads any more.
     """
     k_norm = gl.convert_layout(tokens_of(k_norms), TOKEN)[:, None]
     q_norm = gl.convert_layout(tokens_of(q_norms), TOKEN)[:, None]

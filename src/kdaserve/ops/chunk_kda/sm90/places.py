@@ -1,4 +1,4 @@
-"""Which chunks a program of the Hopper prepare kernel works on, and what all programs share besides: the order of the sequences, and padding."""
+"""Which chunk a program of the Hopper prepare kernel works on, and what all programs share besides: the order of the sequences, and padding."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -60,41 +60,30 @@ def zero_padding(p_o, o_t, first, end, T):
 
 
 @gluon.jit
-def side_jobs(p_cu, p_order, p_o, o_t, o_h, N, T, HV):
+def side_jobs(p_cu, p_order, p_o, record, o_t, o_h, N, T, HV):
     """The order of the sequences and the zeros of the padding, shared among all programs."""
-    pid = gl.program_id(0)
-    programs = gl.num_programs(0)
     if p_order is not None:
-        for n in range(pid, N, programs):
+        n = gl.num_programs(0) - 1 - record  # the last records are often empty
+        if n < N:
             rank_sequence(p_cu, p_order, n, N)
     if p_o is not None:
         end = gl.load(p_cu + N).to(gl.int32)
-        for i in range(end // C * HV + pid, (T + C - 1) // C * HV, programs):
-            zero_padding(p_o + i % HV * o_h, o_t, i // HV * C, end, T)
+        first = record // HV * C
+        if first + C > end:
+            zero_padding(p_o + record % HV * o_h, o_t, first, end, T)
 
 
 @gluon.jit
-def next_chunk(p_cu, record, records, N, T, HV):
-    """The first record from `record` on, in steps of all programs, that has a chunk.
-
-    Returns:
-        The record, the entry of the batch, the chunk's first token in it, and how many tokens it has: zero where no record is left.
-    """
-    found = record
-    i_b = record * 0
-    start = record * 0
-    rows = record * 0
-    while (rows <= 0) & (record < records):
-        unit = record // HV
-        if p_cu is not None:
-            i_n = sequence_of(p_cu, N, unit)
-            start = gl.load(p_cu + i_n).to(gl.int32) + (unit - first_unit(p_cu, i_n)) * C
-            rows = gl.load(p_cu + i_n + 1).to(gl.int32) - start
-        else:
-            chunks = (T + C - 1) // C
-            i_b = unit // chunks
-            start = unit % chunks * C
-            rows = T - start
-        found = record
-        record += gl.num_programs(0)
-    return found, i_b, start, gl.minimum(gl.maximum(rows, 0), C)
+def chunk_of(p_cu, unit, N, T):
+    """Of a unit the entry of the batch, the first token of its chunk in it, and how many there are: none, or less, where it has no chunk."""
+    if p_cu is not None:
+        i_n = sequence_of(p_cu, N, unit)
+        i_b = 0
+        start = gl.load(p_cu + i_n).to(gl.int32) + (unit - first_unit(p_cu, i_n)) * C
+        rows = gl.load(p_cu + i_n + 1).to(gl.int32) - start
+    else:
+        chunks = (T + C - 1) // C
+        i_b = unit // chunks
+        start = unit % chunks * C
+        rows = T - start
+    return i_b, start, gl.minimum(rows, C)

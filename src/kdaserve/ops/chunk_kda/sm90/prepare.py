@@ -1,4 +1,4 @@
-"""Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. Four warps make record after record.
+"""Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. One program, four warps, a chunk and head.
 
 A record is a header of fp32 numbers `[160]`, the decay of the chunk in the first 128, and tiles of bf16 rows of 128: k decayed from the chunk's start
 (64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
@@ -13,8 +13,8 @@ and tokens of different halves meet at the middle of the second one, where the r
 chunk, and E7 (`inverse`) begins with four blocks of 16, one a warp, in registers. Where keys repeat, the chunk is written in another basis
 (`repeats`), a branch of its own that takes no registers from other chunks.
 
-**What comes when.** q, k and g of a record come by TMA, into the only room there is for them. Each thread puts the operands of the products where its
-inputs were; when the products have ended, the next record's inputs are on their way, under E7 and the stores of this one.
+**What is where.** q, k and g come by TMA. Each thread puts the operands of the products where its inputs were, so three programs fit on a
+multiprocessor: they wait in turns.
 
 Keys are expected to be normed, or to be no longer than that: E7 rounds A and M to fp16.
 """
@@ -24,11 +24,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
 from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
-from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, bring, load_beta, mask_chunk
+from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, copy_slices, load_beta, mask_chunk
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, here, side_by_side
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.levels import WIDEST, meet_by_levels
-from kdaserve.ops.chunk_kda.sm90.places import next_chunk, side_jobs
+from kdaserve.ops.chunk_kda.sm90.places import chunk_of, side_jobs
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
 from kdaserve.ops.jit.launch import kernel
@@ -41,9 +41,8 @@ PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
 def meet(sKQ, sC, sX):
     """E6 and the q.k of E10."""
     zero = gl.zeros([C, 32], gl.float32, ACC)
-    i_0 = here()
-    k1, k2, kx, q1, q2, qx = meet_slice(i_0, sKQ, sC, sX, zero, zero, zero, zero, zero, zero, True)
-    k1, k2, kx, q1, q2, qx = meet_slice(i_0 + 1, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, False)
+    k1, k2, kx, q1, q2, qx = meet_slice(0, sKQ, sC, sX, zero, zero, zero, zero, zero, zero, True)
+    k1, k2, kx, q1, q2, qx = meet_slice(1, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, False)
     return warpgroup_mma_wait(0, deps=(k1, k2, kx, q1, q2, qx))
 
 
@@ -65,17 +64,11 @@ def meet_slice(s, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
 
 
 @gluon.jit
-def choose_basis(
+def finish(
     k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sS, rows, p_k, p_g, p_bias, p_ke, k_t, g_t, inner, outer,
     GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr,
 ):  # fmt: skip
-    """Beta A and the q.k of E10, without repetitions where there are many; then the memory of the operands is free.
-
-    The six products `[64, 32]` hold row r of the chunk in row r.
-
-    Returns:
-        Both `[half, row, column]`: beta A, of it the rows of the second half with the columns of the first, q.k, of it the same.
-    """
+    """The q.k of E10 and E7, M beta: to memory. The six products `[64, 32]` hold row r of the chunk in row r; sS is where they had their operands."""
     half, row, col = half_row_col()
     b_A = gl.where(half == 0, by_halves(k1), by_halves(k2))
     b_Ax = by_halves(kx)
@@ -89,6 +82,8 @@ def choose_basis(
     b_qk = gl.where(row >= col, gl.where(half == 0, by_halves(q1), by_halves(q2)), 0.0)
     b_qkx = by_halves(qx)
     beta_row = beta_of(sBeta.load(gl.SliceLayout(2, HALVES)), BETA_RAW)[:, :, None]
+    beta_col = beta_of(sBeta.load(gl.SliceLayout(1, HALVES)), BETA_RAW)[:, None, :]
+    beta_first = beta_of(sBeta._reinterpret(sBeta.dtype, [2, 32], LINE).index(0).load(gl.SliceLayout(0, PRODUCT)), BETA_RAW)[None, :]
     if repetitions * OFTEN >= rows:
         b_A, b_Ax, b_qk, b_qkx = without_repetitions(
             b_A, b_Ax, b_qk, b_qkx, b_square, beta_row, sNear, sNorm, p_k, p_g, p_bias, p_ke, k_t, g_t, rows, inner, outer, sS, GATE
@@ -96,15 +91,7 @@ def choose_basis(
     else:
         b_A = gl.where(row > col, b_A, 0.0) * beta_row
         b_Ax = b_Ax * beta_row
-    return b_A, b_Ax, b_qk, b_qkx
 
-
-@gluon.jit
-def finish(b_A, b_Ax, b_qk, b_qkx, sBeta, p_tile, BETA_RAW: gl.constexpr):
-    """The q.k of E10, and M beta by E7, to memory."""
-    half, _, _ = half_row_col()
-    beta_col = beta_of(sBeta.load(gl.SliceLayout(1, HALVES)), BETA_RAW)[:, None, :]
-    beta_first = beta_of(sBeta._reinterpret(sBeta.dtype, [2, 32], LINE).index(0).load(gl.SliceLayout(0, PRODUCT)), BETA_RAW)[None, :]
     SMALL: gl.constexpr = gl.NVMMASharedLayout(64, 16, 2)
     sM = gl.allocate_shared_memory(gl.float16, [C, 32], SMALL)
     sA = gl.allocate_shared_memory(gl.float16, [C, 32], SMALL)
@@ -127,7 +114,7 @@ def finish(b_A, b_Ax, b_qk, b_qkx, sBeta, p_tile, BETA_RAW: gl.constexpr):
     gl.thread_barrier()
     o_r = gl.arange(0, C, gl.SliceLayout(1, LINES))
     o_c = gl.arange(0, 2 * C, gl.SliceLayout(0, LINES))
-    gl.store(p_tile + o_r[:, None] * K + o_c[None, :], sO.load(LINES))
+    gl.store(p_ke + (o_r[:, None] + C) * K + o_c[None, :], sO.load(LINES))
 
 
 @kernel(own=["p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_header", "p_tiles"], jit=gluon.jit)  # copied where they are not aligned
@@ -135,13 +122,12 @@ def prepare_kernel(
     d_q, d_k, d_g, p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
     q_t: gl.int64, q_h: gl.int32, k_t: gl.int64, k_h: gl.int32, g_t: gl.int64, g_h: gl.int32, o_t: gl.int64, o_h: gl.int64,
     q_b: gl.int32, k_b: gl.int32, g_b: gl.int32, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
-    records: gl.int32, N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
+    N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
     GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
-    """E5 to E7, the decayed q and k, and the q.k of E10 of every chunk and head, into its record; the order of the sequences, longest first.
+    """E5 to E7, the decayed q and k, and the q.k of E10 of one chunk and head, into its record; the order of the sequences, longest first.
 
-    A program makes every so many-th record, of which there are `records`. Token t of batch entry b is row b q_b + t of `d_q`, head h starts at column
-    h q_h; likewise `d_k` and `d_g`.
+    Token t of batch entry b is row b q_b + t of `d_q`, head h starts at column h q_h; likewise `d_k` and `d_g`.
 
     Args:
         p_q, p_k, p_g: the same memory, in which rows are q_t, k_t, g_t apart; keys that repeat, and wide chunks, are read again there.
@@ -151,94 +137,83 @@ def prepare_kernel(
     """
     # The next kernel of the stream may start when all programs of this one have.
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
-    q = (d_q, q_b, q_h * UNIT)
-    k = (d_k, k_b, k_h * UNIT)
-    g = (d_g, g_b, g_h * UNIT)
-    share = HV // H
+    record = gl.program_id(0)
+    i_h = record % HV
+    i_hk = i_h // (HV // H)
+    i_b, start, rows = chunk_of(p_cu, record // HV, N, T)
     sKQ = gl.allocate_shared_memory(gl.bfloat16, [4, C, BS], TILE)
     sG = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    if rows > 0:
+        mbarrier.init(full, count=1)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.expect(full, 6 * C * BS * 2)
+        copy_slices(d_k, i_b * k_b + start, i_hk * (k_h * UNIT), sKQ, 0, full)
+        copy_slices(d_q, i_b * q_b + start, i_hk * (q_h * UNIT), sKQ, 2, full)
+        copy_slices(d_g, i_b * g_b + start, i_h * (g_h * UNIT), sG, 0, full)
+    if p_cu is not None:
+        side_jobs(p_cu, p_order, p_o, record, o_t * UNIT, o_h * UNIT, N, T, HV)
+    if rows <= 0:
+        return
+    p_header += record.to(gl.int64) * HEADER
+    p_tiles += record.to(gl.int64) * (RECORD * K)
+    p_q += (i_b * q_b + start) * q_t * UNIT + i_hk * (q_h * UNIT)
+    p_k += (i_b * k_b + start) * k_t * UNIT + i_hk * (k_h * UNIT)
+    p_g += (i_b * g_b + start) * g_t * UNIT + i_h * (g_h * UNIT)
+    # Used only behind the wait for the copies, so that their ways from memory overlap.
+    b_beta = load_beta(p_beta + i_b * beta_b + start * beta_t + i_h * beta_h, beta_t, rows, BETA_RAW)
+    if GATE != "none":
+        log_a = gl.load(p_A_log + i_h)
+    p_bias = p_dt_bias
+    if p_bias is not None:
+        p_bias += i_h * K
+        b_bias = gl.load(p_bias + gl.arange(0, K, VECTOR))
     sNear = gl.allocate_shared_memory(gl.int32, [2, 32], PLAIN)
     sNorm = gl.allocate_shared_memory(gl.float32, [C], LINE)
     sBeta = gl.allocate_shared_memory(p_beta.dtype.element_ty, [2, 32], PLAIN)
-    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(full, count=1)
-    fence_async_shared()
-    gl.thread_barrier()
-    record, i_b, start, rows = next_chunk(p_cu, gl.program_id(0), records, N, T, HV)
-    if rows > 0:
-        bring(q, k, g, i_b, start, record % HV, share, sKQ, sG, full)
-    if p_cu is not None:
-        side_jobs(p_cu, p_order, p_o, o_t * UNIT, o_h * UNIT, N, T, HV)
-
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
     o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
-    phase = 0
-    while rows > 0:
-        i_h = record % HV
-        p_head = p_header + record.to(gl.int64) * HEADER
-        p_tile = p_tiles + record.to(gl.int64) * (RECORD * K)
-        # Used only behind the wait for the copies, so that their ways from memory overlap.
-        b_beta = load_beta(p_beta + i_b * beta_b + start * beta_t + i_h * beta_h, beta_t, rows, BETA_RAW)
-        if GATE != "none":
-            log_a = gl.load(p_A_log + i_h)
-        p_bias = p_dt_bias
-        if p_bias is not None:
-            p_bias += i_h * K
-            b_bias = gl.load(p_bias + gl.arange(0, K, VECTOR))
-        following, next_b, next_start, next_rows = next_chunk(p_cu, record + gl.num_programs(0), records, N, T, HV)
-        mbarrier.wait(full, phase)
-        phase ^= 1
-        if rows < C:
-            mask_chunk(sKQ, sG, rows)
-        i_0 = here()
-        k_norms = norms(box(sKQ, i_0, d_k.dtype), box(sKQ, i_0 + 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
-        q_norms = norms(box(sKQ, i_0 + 2, d_q.dtype), box(sKQ, i_0 + 3, d_q.dtype), i_t, rows, scale, L2NORM)
-        sNorm.store(tokens_of(k_norms))
-        sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
-        sBias = p_bias
-        if p_bias is not None:
-            sBias = gl.allocate_shared_memory(gl.float32, [2, BS], LINE)
-            sBias._reinterpret(gl.float32, [K], LINE).store(b_bias.to(gl.float32))
-        sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
-        a = 1.0
-        if GATE != "none":
-            a = ex2(log_a.to(gl.float32) * LOG2_E)
-        inner, outer = gate_factors(a, lower_bound, GATE)
-        b_widest = gl.zeros([1, BS], gl.float32, OWN)
-        for s in range(2):  # a loop: written out, the code would be twice as long
-            b_widest = decay_slice(
-                s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
-                sBias, p_tile, p_head, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
-            )  # fmt: skip
-        fence_async_shared()
-        gl.thread_barrier()
-        p_chunk_k = p_k + (i_b * k_b + start) * k_t * UNIT + i_h // share * k[2]
-        p_chunk_g = p_g + (i_b * g_b + start) * g_t * UNIT + i_h * g[2]
-        if not WIDE:
-            k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
-        elif gl.max(gl.max(b_widest, 1), 0) > WIDEST:
-            p_chunk_q = p_q + (i_b * q_b + start) * q_t * UNIT + i_h // share * q[2]
-            k1, k2, kx, q1, q2, qx = meet_by_levels(
-                p_chunk_q, p_chunk_k, p_chunk_g, p_bias, p_tile, q_t * UNIT, k_t * UNIT, g_t * UNIT, k_norms, q_norms, rows, inner, outer,
-                sKQ, sG, sX, GATE,
-            )  # fmt: skip
-        else:
-            k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
-        sX._keep_alive()
-        b_A, b_Ax, b_qk, b_qkx = choose_basis(
-            k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
-            p_chunk_k, p_chunk_g, p_bias, p_tile + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
+    mbarrier.wait(full, 0)
+    full._keep_alive()
+    if rows < C:
+        mask_chunk(sKQ, sG, rows)
+    k_norms = norms(box(sKQ, 0, d_k.dtype), box(sKQ, 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
+    q_norms = norms(box(sKQ, 2, d_q.dtype), box(sKQ, 3, d_q.dtype), i_t, rows, scale, L2NORM)
+    sNorm.store(tokens_of(k_norms))
+    sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
+    sBias = p_bias
+    if p_bias is not None:
+        sBias = gl.allocate_shared_memory(gl.float32, [2, BS], LINE)
+        sBias._reinterpret(gl.float32, [K], LINE).store(b_bias.to(gl.float32))
+    sX = gl.allocate_shared_memory(gl.bfloat16, [2, C, BS], TILE)
+    a = 1.0
+    if GATE != "none":
+        a = ex2(log_a.to(gl.float32) * LOG2_E)
+    inner, outer = gate_factors(a, lower_bound, GATE)
+    b_widest = gl.zeros([1, BS], gl.float32, OWN)
+    for s in range(2):  # a loop: written out, the code would be twice as long
+        b_widest = decay_slice(
+            s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
+            sBias, p_tiles, p_header, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
         )  # fmt: skip
-        if next_rows > 0:  # arrives while E7 and the stores run
-            bring(q, k, g, next_b, next_start, following % HV, share, sKQ, sG, full)
-        finish(b_A, b_Ax, b_qk, b_qkx, sBeta, p_tile + 3 * C * K, BETA_RAW)
-        record = following
-        i_b = next_b
-        start = next_start
-        rows = next_rows
-    sKQ._keep_alive()
+    fence_async_shared()
+    gl.thread_barrier()
+    if not WIDE:
+        k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
+    elif gl.max(gl.max(b_widest, 1), 0) > WIDEST:
+        k1, k2, kx, q1, q2, qx = meet_by_levels(
+            p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, k_norms, q_norms, rows, inner, outer, sKQ, sG, sX, GATE
+        )  # fmt: skip
+    else:
+        k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
     sG._keep_alive()
+    sX._keep_alive()
+    finish(
+        k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
+        p_k, p_g, p_bias, p_tiles + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
+    )  # fmt: skip
+    sKQ._keep_alive()
     sNear._keep_alive()
     sNorm._keep_alive()
     sBeta._keep_alive()
-    full._keep_alive()

@@ -7,7 +7,6 @@ becomes (I - N)^T ke. All numbers go through shared memory, so that this takes n
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from kdaserve.ops.chunk_kda.sm90.decay import ex2, gate
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, LINE, LINES, VECTOR, C, by_halves, half_row_col, side_by_side
@@ -98,7 +97,7 @@ def without_repetitions(
     """The chunk in the other basis: q.k (I - N), (I + beta A) (I - N) - I, and to memory (I - N)^T ke.
 
     Args:
-        sS: `[64, 128]` fp32, for ke first and then for the others; asynchronous copies may use it afterwards.
+        sS: `[64, 128]` fp32, for ke first and then for the others.
         b_k, b_kx: A before beta, rows of a half with its own columns and of the second half with the columns of the first; b_q, b_qx: q.k likewise.
     """
     half, row, col = half_row_col()
@@ -123,6 +122,4 @@ def without_repetitions(
     b_k = gl.where(half == 0, left, right) - gl.where(b_last == col + 32 * half, 1.0, 0.0)
     b_kx = left - gl.where(b_last == col, 1.0, 0.0)
     left, right = load_columns(sS, C)
-    fence_async_shared()
-    gl.thread_barrier()
     return b_k, b_kx, gl.where(half == 0, left, right), left
