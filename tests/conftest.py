@@ -186,24 +186,30 @@ class Target:
         """What the table says of the backend."""
         return next(row for row in dispatch.BACKENDS if row.name == self.backend)
 
-    def arithmetic(self, inputs: torch.dtype, op: str | None = None) -> Tolerance:
+    @property
+    def usual(self) -> torch.dtype:
+        """The dtype of inputs where a test asks for none."""
+        return torch.bfloat16 if self.row.short else torch.float32
+
+    def arithmetic(self, inputs: torch.dtype | None = None, op: str | None = None) -> Tolerance:
         """Errors of `op` on inputs of a dtype, or the largest of all ops."""
+        inputs = inputs or self.usual
         rounded = ROUNDED_PRODUCTS.get((self.backend, self.device, inputs))
         return TOLERANCES[self.backend, inputs] if rounded is None or op not in (None, "chunk_kda") else rounded
 
-    def tolerance(self, expected: Tensor, inputs: torch.dtype, stored: torch.dtype, correlated: bool = False, op: str | None = None) -> float:
+    def tolerance(self, expected: Tensor, inputs: torch.dtype | None, stored: torch.dtype, correlated: bool = False, op: str | None = None) -> float:
         """How far a result of `op` in dtype `stored`, computed from `inputs`, may be from `expected`."""
         row = self.arithmetic(inputs, op)
         rounding = relative_error(expected.to(stored), expected)
         return max(row.correlated if correlated else row.arithmetic, ROUNDINGS * rounding)
 
     def assert_close(
-        self, actual: Tensor, expected: Tensor, what: str, inputs: torch.dtype = torch.float32, correlated: bool = False, op: str | None = None
+        self, actual: Tensor, expected: Tensor, what: str, inputs: torch.dtype | None = None, correlated: bool = False, op: str | None = None
     ) -> None:
         """Fails unless `actual` is as close to the float64 `expected` of the oracle as this backend must be."""
         assert_close(actual.cpu(), expected, self.tolerance(expected, inputs, actual.dtype, correlated, op), f"{self}: {what}")
 
-    def assert_agree(self, actual: Tensor, other: Tensor, what: str, inputs: torch.dtype = torch.float32, stored: torch.dtype | None = None) -> None:
+    def assert_agree(self, actual: Tensor, other: Tensor, what: str, inputs: torch.dtype | None = None, stored: torch.dtype | None = None) -> None:
         """Fails unless two runs agree, one of which stored its state on the way: it rounds to `stored` once more than the other."""
         tolerance = max(self.arithmetic(inputs).carried, torch.finfo(stored or actual.dtype).eps)
         assert_close(actual, other, tolerance, f"{self}: {what}")
@@ -216,12 +222,12 @@ class Target:
             assert_same_bits(actual, expected, f"{self}: {what}")
 
     def check_prefill(
-        self, op: str, call: Call, ask: Callable[[int], Iterable[int]] = oracle.every_64, correlated: bool = False, **changes: Any
+        self, op: str, call: Call, ask: Callable[[int], Iterable[int]] = oracle.every_64, correlated: bool = False, apart: bool = True, **changes: Any
     ) -> Any:
         """Runs a prefill and checks all of it against the oracle.
 
         Checked are the output, the final states, `h`, tracked states and snapshots; every pool row that is not named, every track row with -1
-        and every input must keep its bits.
+        and every input must keep its bits. Outputs of sequences are compared one by one, or, unless `apart`, all together.
         """
         call = {**call, **changes}
         expected = oracle.prefill(call, ask)
@@ -234,7 +240,10 @@ class Target:
             self.assert_close(actual, wanted, f"{op}: {what}", inputs, correlated, op)
 
         assert o.dtype == inputs
-        for what, rows, wanted in sequences(o, expected):
+        outputs = list(sequences(o, expected))
+        if outputs and not apart:
+            outputs = [("all sequences", torch.cat([rows for _, rows, _ in outputs]), torch.cat([wanted for *_, wanted in outputs]))]
+        for what, rows, wanted in outputs:
             close(rows, wanted, f"output of {what}")
         assert_same_bits(o.flatten(0, 1)[sum(expected.lengths) :], torch.zeros_like(o.flatten(0, 1)[sum(expected.lengths) :]), "padding rows of o")
         if h is not None:

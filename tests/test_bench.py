@@ -474,7 +474,7 @@ EVERYWHERE += [pytest.param("cuda", case, id=f"cuda-{case.name}-{case.variant}",
 @pytest.mark.parametrize(("where", "case"), EVERYWHERE)
 def test_cases_are_computed_right(where: str, case: Any) -> None:
     """The cases of the benchmarks, cut short, on every backend that they would time."""
-    found = providers.providers(case.op, providers.automatic_backends(torch.device(where)), [])
+    found = providers.providers(case.op, providers.automatic_backends(case.op, torch.device(where)), [])
     (checked,) = Bench("check", [case], found, torch.device(where), checked_tokens=600).check()
     assert len(checked) == len(found) >= 1
     assert all(check.reason or (check.output < 6e-3 and check.state < 5e-3) for check in checked)

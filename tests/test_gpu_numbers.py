@@ -11,7 +11,7 @@ from torch import Tensor
 import oracle
 from conftest import Target
 from helpers import DECODE
-from kdaserve.testing import decode_inputs, relative_error
+from kdaserve.testing import decode_inputs, prefill_inputs, relative_error, verify_call
 from kdaserve.testing.cases import GPU_PREFILL
 from test_hostile_numbers import one_row_repeated
 
@@ -54,6 +54,12 @@ def test_keys_that_repeat(serving_target: Target, op: str, length: int, period: 
     assert pool.isfinite().all()
     errors = relative_error(o.cpu(), expected.o), relative_error(pool, wanted)
     assert max(errors) <= REPEATED_KEYS_BARS[period], f"{serving_target}: {op}: output and state are {errors} off"
+
+
+def test_a_call_in_bf16_is_verified(serving_target: Target, op: str):
+    """By the tolerance that follows from its dtypes: rows of its output that are small differences of large numbers are no fault."""
+    call = prefill_inputs([300, 40], k_dim=128, v_dim=128, dtype=torch.bfloat16, device=serving_target.device)
+    verify_call(op, call, serving_target.backend)
 
 
 def test_a_long_answer_does_not_drift(serving_target: Target):

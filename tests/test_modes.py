@@ -36,7 +36,7 @@ def results(target: Target, op: str, call: Call, **changes: Any) -> dict[str, Te
     device = own["q"].device
     own |= {"output_intermediate_states": True, "snapshots": Snapshots([3], [64], [spare])}
     own |= {
-        "track_state": torch.zeros(4, 2, 16, 16, device=device, dtype=torch.float32),
+        "track_state": torch.zeros(4, *own["initial_state"].shape[1:], device=device, dtype=torch.float32),
         "track_chunk_idx": torch.tensor([1, -1, 0, 2], device=device),
     }
     o, h = target.run(op, own)
@@ -213,12 +213,13 @@ def test_tools_work_in_any_surroundings(
 ):
     """Verifying, saving and loading a call; slots of a pool; lists of indices."""
     call, _ = undisturbed
+    within = 1e-3 if target.usual == torch.float32 else 2e-2
     with entered(surroundings):
-        assert verify_call(every_op, call, target.backend).output < 1e-3
+        assert verify_call(every_op, call, target.backend).output < within
         _, loaded = load_call(save_call(tmp_path / "call", every_op, call))
         assert {x.device.type for x in loaded.values() if isinstance(x, Tensor)} == {"cpu"}
         there = {name: x.to(target.device) if isinstance(x, Tensor) else x for name, x in loaded.items()}
-        assert verify_call(every_op, there, target.backend).state < 1e-3
+        assert verify_call(every_op, there, target.backend).state < within
         pool = StatePool(2, 1, v_heads=2, k_dim=16, v_dim=16)
         assert pool.recurrent(0).dtype == torch.float32
         assert pool.recurrent(0).device.type == "cpu"
@@ -341,7 +342,8 @@ def test_a_pool_without_slots_serves_padding_in_decode(target: Target, batch: in
 @pytest.mark.long
 def test_thousands_of_sequences_of_one_token(bitwise_target: Target, op: str):
     call = prefill_inputs([1] * 3000, heads=1, device=bitwise_target.device)
-    bitwise_target.check_prefill(op, call)
+    # In 16 bits some outputs of a token are a small difference of large numbers.
+    bitwise_target.check_prefill(op, call, apart=bitwise_target.usual == torch.float32)
 
 
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes. Error code 12"

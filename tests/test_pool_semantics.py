@@ -48,8 +48,8 @@ def test_only_named_rows_of_a_strided_pool_change(target: Target, op: str, pool_
 
 
 def test_pool_of_many_layers(target: Target, op: str):
-    memory = torch.full((6, 3, 2, 16, 16), NAN, device=target.device)
     call = prefill_inputs([70, 5], slots=6, device=target.device)
+    memory = torch.full((6, 3, *call["initial_state"].shape[1:]), NAN, device=target.device)
     memory[:, 1] = call["initial_state"]
     target.check_prefill(op, call, initial_state=memory[:, 1])
     assert memory[:, [0, 2]].isnan().all(), "the layer's neighbours changed"
@@ -139,8 +139,9 @@ def test_no_tokens_packed(target: Target, op: str, rows: int, sequences: int):
         call[name] = with_tail(call[name], rows)
     call["output_intermediate_states"] = True
     o, h = target.check_prefill(op, call)
-    assert o.shape == (1, rows, 2, 16)
-    assert h.shape == (1, 0, 2, 16, 16)
+    assert o.shape == call["v"].shape
+    assert o.shape[1] == rows
+    assert h.shape == (1, 0, *call["initial_state"].shape[1:])
 
 
 @pytest.mark.parametrize(("batch", "length"), [(0, 0), (0, 5), (2, 0)])
@@ -152,7 +153,7 @@ def test_no_tokens_batched(target: Target, op: str, batch: int, length: int, wit
     call |= {"cu_seqlens": None, "output_intermediate_states": with_h}
     result = target.check_prefill(op, call)
     o = result[0] if with_h else result
-    assert o.shape == (batch, length, 2, 16)
+    assert o.shape == (batch, length, *call["v"].shape[2:])
 
 
 def test_nothing_is_stored_for_no_tokens(target: Target, op: str):
@@ -180,7 +181,7 @@ def test_out_of_any_strides(target: Target, op: str, kind: str):
         "wide rows": lambda x: ((b := x(B, T, HV, 3 * V)), b[..., V : 2 * V]),
         "head-major": lambda x: ((b := x(B, HV, T, V)), b.transpose(1, 2)),
         "last dimension strided": lambda x: ((b := x(B, T, HV, V, 2)), b[..., 1]),
-    }[kind](lambda *shape: torch.full(shape, NAN, device=target.device))
+    }[kind](lambda *shape: torch.full(shape, NAN, dtype=call["v"].dtype, device=target.device))
     call["out"] = out
     result = target.check_prefill(op, call)
     assert result is out
@@ -201,9 +202,10 @@ def test_out_may_be_v(target: Target, op: str):
 
 def test_out_may_be_v_in_a_packed_projection(target: Target, op: str):
     call = prefill_inputs([70, 5], device=target.device)
-    buffer = torch.full((1, 75, 2, 48), NAN, device=target.device)
-    buffer[..., 16:32] = call["v"]
-    call["v"] = call["out"] = buffer[..., 16:32]
+    B, T, HV, V = call["v"].shape
+    buffer = torch.full((B, T, HV, 3 * V), NAN, dtype=call["v"].dtype, device=target.device)
+    buffer[..., V : 2 * V] = call["v"]
+    call["v"] = call["out"] = buffer[..., V : 2 * V]
     target.check_prefill(op, call)
     call["out"].fill_(NAN)
     assert buffer.isnan().all(), "elements beside v were written"
@@ -215,7 +217,7 @@ def test_out_may_be_v_in_a_packed_projection(target: Target, op: str):
 def test_track_state_row_by_row(target: Target, op: str):
     call = prefill_inputs([200, 70, 0, 128, 5], device=target.device)
     call["track_chunk_idx"] = torch.tensor([3, -1, -1, 1, 0], dtype=torch.int32, device=target.device)
-    track = torch.full((5, 2, 16, 16), NAN, device=target.device)
+    track = torch.full((5, *call["initial_state"].shape[1:]), NAN, device=target.device)
     buffer, call["track_state"] = spread(track, gap=19)
     target.check_prefill(op, call)
     call["track_state"].fill_(NAN)
@@ -264,7 +266,7 @@ def test_checkpoints_at_128(target: Target, op: str, length: int, chunks: int):
     call = prefill_inputs([length], slots=5, device=target.device)
     call["initial_state_indices"] = torch.tensor([2], device=target.device)
     call |= {"snapshots": Snapshots([0], [128], [4]), "output_intermediate_states": True}
-    call |= {"track_state": torch.full((1, 2, 16, 16), NAN, device=target.device)}
+    call |= {"track_state": torch.full((1, *call["initial_state"].shape[1:]), NAN, device=target.device)}
     call |= {"track_chunk_idx": torch.tensor([chunks - 1], device=target.device)}
     expected = oracle.prefill(call, lambda n: range(n + 1))
     _, h = target.check_prefill(op, call)

@@ -144,9 +144,9 @@ def peer_names() -> list[str]:
     return list(dict.fromkeys(peer.name for peer in PEERS))
 
 
-def automatic_backends(device: torch.device) -> list[str]:
-    """The backends that can run here and that ``backend="auto"`` may pick on a device."""
-    return [status.name for status in dispatch.backends() if status.available and device.type in status.automatic]
+def automatic_backends(op: str, device: torch.device) -> list[str]:
+    """The backends that can run here and that ``backend="auto"`` may pick for an op on a device."""
+    return [b.name for b in dispatch.BACKENDS if op in b.ops and device.type in b.automatic and b.unavailable() is None]
 
 
 def providers(op: str, backends: list[str], peers: list[str]) -> list[Provider]:

@@ -168,7 +168,7 @@ def _run(
 ) -> None:
     """Checks, times, keeps and shows; rows are kept case by case, so that a run that is cut short leaves what it had."""
     known = dispatch.backends()
-    ours = _named("--backend", backend, {status.name: status.name for status in known}, automatic_backends(device))
+    ours = _named("--backend", backend, {status.name: status.name for status in known}, automatic_backends(cases[0].op, device))
     peers = _named("--peer", peer, {name: name for name in (*peer_names(), NO_PEER)}, peer_names())
     if output.figures is not None:
         _need_matplotlib()

@@ -19,7 +19,7 @@ from kdaserve.testing.verify import verify_call
 
 def check(
     dump: Annotated[Path, typer.Argument(help="A call saved with kdaserve.testing.save_call (the .safetensors file).")],
-    tolerance: Annotated[float | None, typer.Option(help="Relative; default 1e-3, more for bf16 and fp16 results.")] = None,
+    tolerance: Annotated[float | None, typer.Option(help="Relative; default 1e-3, more for inputs and results in 16 bits.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Validate a saved call in full and compare every backend that can run it with the fp64 reference.
