@@ -368,6 +368,8 @@ def load_modules(package: str, *names: str) -> list[types.ModuleType]:
             del sys.modules[name]
         found = [importlib.import_module(f"{package}.{name}".rstrip(".")) for name in names]
         copies = [module for name, module in sys.modules.items() if name.startswith(f"{package}.")]
+        others = {name: module for name, module in sys.modules.items() if name not in MODULES and not f"{name}.".startswith(f"{package}.")}
+    sys.modules.update(others)  # or who imports one of them later has another than those that did now
     for module in copies:
         space = vars(module)
         if any(value is _LANGUAGE for value in space.values()):  # constants are plain numbers there, and loop variables tensors

@@ -24,13 +24,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import create_function_from_signature
 
 from kdaserve.ops.chunk_kda.sm90 import REGISTERS
-from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.chain import LINE, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.layouts import TILE
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
 from kdaserve.ops.jit.launch import UNIT, Kernel
 from sm90 import HOPPER, INTEGERS, STATES, TOOLS
 
-MAPS = {"d_tiles": ("bf16", [256, 64], TILE), "d_head": ("fp32", [1, 128], LINE), "d_v": (None, [64, 64], TILE), "d_o": (None, [64, 64], TILE)}
-MAPS |= {f"d_{name}": (None, [64, 64], TILE) for name in "qkg"}
+MAPS = {"d_tiles": ("bf16", [256, 64], TILE.value), "d_decay": ("fp32", [1, 128], LINE)}
+MAPS |= {f"d_{name}": (None, [64, 64], TILE.value) for name in "vokqg"}
 """Dtype, None for that of the inputs, box and layout."""
 CHAIN: dict[str, Any] = {"SOON": True}
 PREPARE: dict[str, Any] = {"GATE": "bounded", "L2NORM": True, "BETA_RAW": True, "WIDE": False, "maxnreg": REGISTERS}
@@ -43,7 +44,7 @@ def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", po
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
-    types = {f"p_{name}": "i32" for name in (*INTEGERS, "order")} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "header")}
+    types = {f"p_{name}": "i32" for name in (*INTEGERS, "order")} | {f"p_{name}": "fp32" for name in ("A_log", "dt_bias", "track", "decay")}
     types |= {"p_pool": pool, "p_tiles": "bf16"}
     signature, aligned = {}, {}
     for i, parameter in enumerate(form.params):

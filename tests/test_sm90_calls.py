@@ -214,7 +214,7 @@ def test_views_of_one_projection(pad: int):
     packed = torch.full((1, 135, sum(widths)), NAN, dtype=BF16, device=DEVICE)
     for name, view in zip(DATA, packed.split(widths, -1), strict=False):
         call[name] = view.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:])
-    assert all(sm90.seen(call[name]) == (pad != 3) for name in "qkvg")
+    assert all((sm90.tokens(call[name]) is not None) == (pad != 3) for name in "qkvg")
     check(call)
 
 
@@ -251,14 +251,14 @@ def test_entries_of_a_batch_apart(name: str, gap: int):
     call = inputs([65, 65], 2, batched=True)
     call["out"] = torch.full_like(call["v"], NAN)
     call[name] = elsewhere(call[name], gap, 8)
-    assert name == "beta" or sm90.seen(call[name]) == (gap == 512)
+    assert name == "beta" or (sm90.tokens(call[name]) is not None) == (gap == 512)
     check(call)
 
 
-def test_rows_too_far_apart_for_32_bits_are_copied():
-    far = torch.empty_strided((1, 64, 1, 128), (0, 2**25 + 8, 128, 1), dtype=BF16, device="meta")
-    assert not sm90.seen(far)
-    assert sm90.seen(torch.empty_strided(far.shape, (0, 2**25, 128, 1), dtype=BF16, device="meta"))
+def test_rows_too_far_apart_for_a_tensor_map_are_copied():
+    for step in (2**38, 2**39 - 8):
+        assert sm90.tokens(torch.empty_strided((1, 64, 1, 128), (0, step, 128, 1), dtype=BF16, device="meta"))
+    assert not sm90.tokens(torch.empty_strided((1, 64, 1, 128), (0, 2**39, 128, 1), dtype=BF16, device="meta"))
 
 
 def test_head_major_and_expanded_inputs():
@@ -268,7 +268,7 @@ def test_head_major_and_expanded_inputs():
         call[name] = call[name].transpose(1, 2).contiguous().transpose(1, 2)
     call["k"] = call["k"][:1].expand_as(call["k"])
     call["g"] = call["g"][:, :, :1].expand_as(call["g"])
-    assert [name for name in "qkvg" if sm90.seen(call[name])] == ["k"]
+    assert [name for name in "qkvg" if sm90.tokens(call[name])] == ["k"]
     check(call, out=torch.full_like(call["v"], NAN).transpose(1, 2).contiguous().transpose(1, 2))
 
 
@@ -392,3 +392,28 @@ def test_nan_stays_in_its_sequence():
     for tokens in (slice(0, 70), slice(130, 200)):
         assert_same_bits(o[:, tokens], want[:, tokens], "output of the other sequences")
     assert_same_bits(poisoned["initial_state"][others], clean["initial_state"][others], "their states")
+
+
+def test_nothing_is_copied_between_the_two_kernels(monkeypatch: pytest.MonkeyPatch):
+    """The chain waits for `prepare` alone, and reads indices before it does."""
+    call = inputs([70, 65], 2)
+    for name in ("initial_state_indices", "cu_seqlens"):
+        call[name] = torch.stack([call[name], call[name]], 1)[:, 0]
+        assert not call[name].is_contiguous()
+    events, dense, launches = [], sm90.dense, sm90.Launches
+    monkeypatch.setattr(sm90, "dense", lambda x: (events.append("copy"), dense(x))[1])
+
+    def noted(name: str, start: Callable[..., None]) -> Callable[..., None]:
+        return lambda *args: (events.append(name), start(*args))[1]
+
+    class Noted(launches):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            events.clear()
+            for name in ("_prepare", "_chain"):
+                setattr(self, name, noted(name, getattr(self, name)))
+
+    monkeypatch.setattr(sm90, "Launches", Noted)
+    check(call)
+    assert events[-2:] == ["_prepare", "_chain"]
+    assert events[:-2] == ["copy"] * (len(events) - 2)

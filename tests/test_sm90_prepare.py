@@ -134,9 +134,9 @@ def exact(x: Call, b: int, first: int, end: int, h: int, options: Call) -> dict[
     }
 
 
-def record(tiles: Tensor, header: Tensor, r: int) -> dict[str, Tensor]:
+def record(tiles: Tensor, decay: Tensor, r: int) -> dict[str, Tensor]:
     t = tiles[r * 256 : (r + 1) * 256].double()
-    return {"kd": t[:64], "qd": t[64:128], "ke": t[128:192], "qk": t[192:, :64], "M": t[192:, 64:], "decay": header[r, :128].double()}
+    return {"kd": t[:64], "qd": t[64:128], "ke": t[128:192], "qk": t[192:, :64], "M": t[192:, 64:], "decay": decay[r].double()}
 
 
 def difference(got: Tensor, want: Tensor, floor: float) -> float:
@@ -147,20 +147,20 @@ def difference(got: Tensor, want: Tensor, floor: float) -> float:
 def records(
     x: Call, *, gate: str = "bounded", l2norm: bool = True, beta_is_raw: bool = True, wide: bool = False, packed: bool = True
 ) -> tuple[Tensor, ...]:
-    """Tiles, header, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
+    """Tiles, decay, output and order as the kernel leaves them; what it does not write is NaN, 7 or -1."""
     B, T, HV, _ = x["g"].shape
     N = len(x["cu"]) - 1 if packed else B
     units = T // 64 + N if packed else B * -(-T // 64)
-    tiles, header = torch.full((units * HV * 256, 128), NAN, dtype=BF16), torch.full((units * HV, 160), NAN)
+    tiles, decay = torch.full((units * HV * 256, 128), NAN, dtype=BF16), torch.full((units * HV, 128), NAN)
     o, order = torch.full((B, T, HV, 128), 7.0, dtype=x["q"].dtype), torch.full((N,), -1, dtype=torch.int32)
     inputs, parameters = [x[name] for name in ("q", "k", "g", "beta")], (None, None) if gate == "none" else (x["A_log"], x["dt_bias"])
-    pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), header, tiles]
+    pointers = [*inputs, *parameters, *((x["cu"], o) if packed else (None, None)), decay, tiles]
     start = launch.prepare(
         pointers, order if packed else None, units * HV, N,
         GATE=gate, L2NORM=l2norm, BETA_RAW=beta_is_raw, WIDE=gate != "bounded" or wide,
     )  # fmt: skip
     start(launch.prepare_tensors(pointers, order if packed else None), SCALE, LOWER_BOUND)
-    return tiles, header, o, order
+    return tiles, decay, o, order
 
 
 def check(
@@ -181,14 +181,14 @@ def check(
     if int64:
         x["cu"] = x["cu"].long()
     packed, HV = options.get("packed", True), x["g"].shape[2]
-    tiles, header, o, order = records(x, **options)
+    tiles, decay, o, order = records(x, **options)
     starts, repeating = x["cu"].tolist(), 0
     for n, length in enumerate(lengths * (1 if packed else batch)):
         start, first = (starts[n], starts[n] // 64 + n) if packed else (0, n * -(-length // 64))
         for c, h in itertools.product(range(-(-length // 64)), range(HV)):
             want = exact(x, 0 if packed else n, start + 64 * c, min(start + 64 * c + 64, start + length), h, options)
             repeating += int(want["N"].any())
-            got = record(tiles, header, (first + c) * HV + h)
+            got = record(tiles, decay, (first + c) * HV + h)
             assert difference(got["decay"], want["decay"], 1e-30) < 1e-4
             floors = {"ke": 1e-3 * want["plain ke"].norm().item(), "qk": max(0.2 * SCALE, want["plain qk"].norm().item())}
             for name in ("kd", "qd", "ke", "qk", "M"):
@@ -275,7 +275,7 @@ def test_one_key_at_every_token(dtype: torch.dtype):
     tokens = 2048
     x = inputs([tokens], kind="one", dtype=dtype)
     values = torch.randn(16, 128, generator=torch.Generator().manual_seed(1)).repeat(tokens // 16, 1).to(dtype).double()
-    tiles, header, *_ = records(x)
+    tiles, decay, *_ = records(x)
 
     def rounded(t: Tensor) -> Tensor:
         return t.bfloat16().double()
@@ -284,7 +284,7 @@ def test_one_key_at_every_token(dtype: torch.dtype):
     decay, beta = torch.exp(LOWER_BOUND * torch.sigmoid(x["g"][0, 0, 0].double())), x["beta"][0, 0, 0].double().sigmoid()
     S, state, output, exact_output = torch.zeros(128, 128, dtype=torch.float64), torch.zeros(128, 128, dtype=torch.float64), [], []
     for c in range(tokens // 64):
-        r, v = record(tiles, header, c), values[64 * c : 64 * c + 64]
+        r, v = record(tiles, decay, c), values[64 * c : 64 * c + 64]
         u = rounded(r["M"] @ rounded(v - r["kd"] @ rounded(S).T))
         output.append(r["qd"] @ rounded(S).T + r["qk"] @ u)
         S = (S * r["decay"] + u.T @ r["ke"]).float().double()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from conftest import Call
 from helpers import sabotage
-from kdaserve import KdaError, ValuesError
-from kdaserve.testing import assert_same_bits, verify_call
+from kdaserve import KdaError, ValuesError, dispatch
+from kdaserve.testing import assert_same_bits, prefill_inputs, verify_call
 from test_saved import CALLS, DECODE, NAN, OPS, call_of, indices_of
 
 
@@ -68,6 +69,17 @@ def test_one_wrong_state_is_named(op: str, place: tuple[int, int], where: str, m
     text = deviates(op, call_of(op))
     assert f"{where} head 1" in text
     assert "state" in text
+
+
+def test_a_quiet_sequence_is_not_lost_beside_a_loud_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products are of 16 bits, rows that are small differences are forgiven much, but not all of a sequence."""
+    monkeypatch.setattr(dispatch, "BACKENDS", tuple(dataclasses.replace(row, rounds=True) for row in dispatch.BACKENDS))
+    call = prefill_inputs([70, 40], dtype=torch.bfloat16)
+    call["v"][:, 70:] *= 0.005
+    call["initial_state"][call["initial_state_indices"][1].long()] *= 0.005
+    verify_call("chunk_kda", call, "torch")
+    sabotage(monkeypatch, "chunk_kda", lambda call, result: result[0][0, 70:].zero_())
+    assert "sequence 1" in deviates("chunk_kda", call)
 
 
 @pytest.mark.parametrize("value", [1.01, NAN])

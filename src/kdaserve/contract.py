@@ -94,8 +94,7 @@ DECODE: tuple[Argument, ...] = (
 
 TABLE: dict[str, tuple[Argument, ...]] = {"chunk_kda": PREFILL, "recurrent_kda": PREFILL, "packed_decode_kda": DECODE}
 FLAGS: dict[str, tuple[str, ...]] = {
-    "chunk_kda": ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"),
-    "recurrent_kda": ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw"),
+    **dict.fromkeys(("chunk_kda", "recurrent_kda"), ("use_qk_l2norm_in_kernel", "output_intermediate_states", "beta_is_raw")),
     "packed_decode_kda": ("use_qk_l2norm_in_kernel",),
 }
 _NAMES = {op: (tuple(a.name for a in table), (*FLAGS[op], "lower_bound", "scale", "check")) for op, table in TABLE.items()}
@@ -179,8 +178,8 @@ def checked_layout(op: str, arguments: Mapping[str, Any]) -> Layout:
     key: tuple | None
     try:
         given = [arguments[name] for name in options]
-        layouts = [None if (x := arguments[name]) is None else (x.shape, x.dtype, x.stride(), x.device) for name in tensors]
-        key = (op, *layouts, *given, *map(type, given))  # 1 equals True
+        layouts = [None if (x := arguments[name]) is None else (type(x), x.shape, x.dtype, x.stride(), x.device) for name in tensors]
+        key = (op, *layouts, *given, *map(type, given))  # types too: 1 equals True, and is refused
         layout = _remembered.get(key)
     except (AttributeError, TypeError, RuntimeError):  # not all are what they should be; which one is not, the checks will say
         key, layout = None, None

@@ -43,6 +43,8 @@ class Backend:
     """Whether it takes only calls with `use_qk_l2norm_in_kernel`."""
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
+    rounds: bool = False
+    """Whether `chunk_kda` rounds to 16 bits what it multiplies, where inputs have 16 bits."""
     in_triton: bool = False
     """Whether its kernels run on the CPU instead while Triton interprets."""
 
@@ -160,6 +162,7 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
+        rounds=True,
         ops=("chunk_kda",),
         dim=128,
         short=("q", "k", "v", "g"),
@@ -174,6 +177,7 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
+        rounds=True,
         unavailable=_triton_unavailable,
         in_triton=True,
     ),
@@ -185,6 +189,7 @@ BACKENDS: tuple[Backend, ...] = (
         devices=("cuda",),
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
+        rounds=True,
         unavailable=_helion_unavailable,
         in_triton=True,
     ),
@@ -248,7 +253,7 @@ def choose(call: CheckedCall, name: str) -> Backend:
             if call.layout.device_type in backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
                 return backend
         raise error("KDA204", op=call.op, reasons="; ".join(f"{b} {why}" for b, why in reasons(call, None).items()))
-    named = next((backend for backend in BACKENDS if guards.is_one_of(name, (backend.name,))), None)
+    named = next((backend for backend in BACKENDS if isinstance(name, str) and backend.name == name), None)
     if named is None:
         raise error("KDA201", op=call.op, got=repr(name), known=", ".join(["auto", *(backend.name for backend in BACKENDS)]))
     reason = named.unavailable()

@@ -1,4 +1,4 @@
-"""How a prefill by `prepare` and `chain` is cut: room for chunks, decay that needs no marks, keys that repeat, the measured forms of the chain."""
+"""How a prefill by `prepare` and `chain` is cut: room for chunks, decay that is not wide, keys that repeat, the measured forms of the chain."""
 
 from __future__ import annotations
 
@@ -119,5 +119,5 @@ def chain_of(call: PrefillCall, sequences: int, dtype: torch.dtype) -> Chain:
 def forms_by_sequences(call: PrefillCall, form: Callable[[int], Hashable]) -> list[Form]:
     """The fewest sequences like those of `call` for each value of `form`, in any memory: what `kdaserve.ops.forms` asks for."""
     # With more pairs of sequence and head than processors nothing changes any more.
-    most = processor(call.q.device)[0] // call.sizes["HV"] + 1
+    most = max(processor(call.q.device)[0] // call.sizes["HV"] + 1, 2)
     return in_any_memory({form(n): n for n in range(most, 0, -1)}.values())

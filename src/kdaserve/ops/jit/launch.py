@@ -112,7 +112,7 @@ class Launch:
         """`tensors` as in the calls; `strides` in elements; `numbers` come before those of the calls; `maps` are those of the first tensors.
 
         `constants` are the kernel's but `UNIT`, and Triton's options. With the option `launch_pdl` the kernel may start before the one before it in
-        the stream has ended, unless not `overlapping`: that is a matter of a launch, not of what is compiled.
+        the stream has ended, unless not `overlapping`: a matter of a launch, not of what is compiled, and Triton's own launch always lets it.
         """
         assert len(maps) == len(kernel.maps), f"tensor maps of {kernel.name}"
         assert len(tensors) == len(kernel.maps) + len(kernel.pointers), f"tensors of {kernel.name}"

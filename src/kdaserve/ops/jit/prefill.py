@@ -53,5 +53,5 @@ def snapshots_of(call: PrefillCall) -> Snapshots:
 
 
 def dtypes_of(snapshots: Snapshots) -> tuple[torch.dtype, ...] | None:
-    """What sets the launches of calls of one layout with the same options apart."""
+    """Dtypes of the tensors of snapshots, None where there are none: what of them is no part of the layout."""
     return None if snapshots is None else tuple(x.dtype for x in snapshots)

@@ -1,4 +1,4 @@
-"""Prefill on Hopper, in two Gluon kernels that work as those of the Triton backend do and hand over the same records.
+"""Prefill on Hopper, in two Gluon kernels that work as those of the Triton backend do and hand over the same tiles.
 
 Calls without a token are left to that backend.
 """
@@ -14,7 +14,7 @@ from kdaserve.ops.chunk_kda import triton as portable
 from kdaserve.ops.chunk_kda.sm90.chain import R, chain_kernel
 from kdaserve.ops.chunk_kda.sm90.launch import chain, chain_tensors, prepare, prepare_tensors, tokens
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
-from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
+from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.forms import Form
 from kdaserve.ops.jit import prefill
 from kdaserve.ops.jit.chunking import bounded, forms_by_sequences, processor, units
@@ -25,17 +25,17 @@ PROGRAMS, REGISTERS = 3, 168
 """Programs of `prepare` on a multiprocessor, and the registers a thread that this leaves."""
 SHORT = 4
 """Turns of `prepare` up to which the chain is launched before it ends: 2 µs fewer. With many turns the halves of V then read records at different
-times, and so from memory twice: 64 heads of 8192 tokens take 0.61 ms instead of 0.56."""
+times, and so from memory twice: 64 heads of 8192 tokens took 0.61 ms instead of 0.56 (2026-11-30)."""
 
 
 def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
     """Runs a prefill call; see `chunk_kda`."""
     if call.sizes["T"] == 0:  # of nothing there is no tensor map
         return portable.run(call)
-    unseen = call.layout.once(_unseen, lambda: _unseen(call))
+    elsewhere = call.layout.once(_elsewhere, lambda: _elsewhere(call))
 
     def fits(name: str, x: Tensor | None) -> bool:
-        return x is None or (name not in unseen and x.data_ptr() % 16 == 0)
+        return x is None or (name not in elsewhere and x.data_ptr() % 16 == 0)
 
     copied = [name for name in ("q", "k", "v", "g", "dt_bias") if not fits(name, getattr(call, name))]
     if copied:
@@ -53,14 +53,10 @@ def compiled() -> int:
     return len(prepare_kernel.compiled) + len(chain_kernel.compiled) + portable.compiled()
 
 
-def seen(x: Tensor) -> bool:
-    """Whether the kernels can read or write `x` `[B, T, heads, K]` if it starts at a multiple of 16 bytes: rows that do, in the order of a matrix."""
-    return x.stride(1) <= portable.FARTHEST and tokens(x) is not None
-
-
-def _unseen(call: PrefillCall) -> frozenset[str]:
-    """Names of the tensors that the kernels cannot read or write where they are, at any address."""
-    return frozenset(name for name in ("q", "k", "v", "g", "out") if (x := getattr(call, name)) is not None and not seen(x))
+def _elsewhere(call: PrefillCall) -> frozenset[str]:
+    """Names of the tensors that no tensor map can show, at any address: they are copied."""
+    given = {name: x for name in ("q", "k", "v", "g", "out") if (x := getattr(call, name)) is not None}
+    return frozenset(name for name, x in given.items() if tokens(x) is None)
 
 
 def _waits(call: PrefillCall, sequences: int) -> bool:
@@ -73,36 +69,30 @@ class Launches:
 
     def __init__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         N, HV = call.sizes["N"], call.sizes["HV"]
-        self._records = records = units(call) * HV
-        self._workspace = [((records, HEADER.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
-        self._order = ((N,), torch.int32) if _waits(call, N) else None
-        workspace, order = self._room(o.device)
-        pointers = portable.prepare_pointers(call, o, workspace)
-        dependent = records <= SHORT * PROGRAMS * processor(o.device)[0]
+        records = units(call) * HV
+        overlapping = records <= SHORT * PROGRAMS * processor(o.device)[0]
+        self._sizes = [((records, K.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
+        self._sizes += [((N,), torch.int32)] if _waits(call, N) else []
+        space = [o.new_empty(1, dtype=dtype).expand(size) for size, dtype in self._sizes]  # so many rows, and no memory
+        prepare_inputs, chain_inputs = self._inputs(call, o, h, snapshots, space)
         self._prepare = prepare(
-            pointers, order, records, N,
-            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, WIDE=not bounded(call),
-            maxnreg=REGISTERS,
+            *prepare_inputs, records, N,
+            GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, WIDE=not bounded(call), maxnreg=REGISTERS,
         )  # fmt: skip
-        header, tiles = workspace
-        others = self._others(call, h, snapshots)
-        self._chain = chain(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order=order, dependent=dependent)
+        self._chain = chain(*chain_inputs, overlapping=overlapping)
 
     def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
-        """Launches the kernels."""
-        (header, tiles), order = self._room(o.device)
-        pointers = portable.prepare_pointers(call, o, [header, tiles])
-        if self._records:
-            self._prepare(prepare_tensors(pointers, order), call.scale, call.lower_bound or 0.0)
-        others = self._others(call, h, snapshots)
-        tensors = chain_tensors(tiles, header, call.v, o, call.initial_state, dense(call.cu_seqlens), others, order)
-        self._chain(tensors, 0 if snapshots is None else len(snapshots[0]))
-
-    def _room(self, device: torch.device) -> tuple[list[Tensor], Tensor | None]:
-        """Headers and tiles of the records; the order of the sequences, where there is one."""
-        workspace = [torch.empty(size, dtype=dtype, device=device) for size, dtype in self._workspace]
-        return workspace, None if self._order is None else torch.empty(self._order[0], dtype=self._order[1], device=device)
+        """Launches the kernels. Nothing comes between the two: the chain waits for `prepare`, but not for what else it reads."""
+        space = [torch.empty(size, dtype=dtype, device=o.device) for size, dtype in self._sizes]
+        prepare_inputs, chain_inputs = self._inputs(call, o, h, snapshots, space)
+        self._prepare(prepare_tensors(*prepare_inputs), call.scale, call.lower_bound or 0.0)
+        self._chain(chain_tensors(*chain_inputs), 0 if snapshots is None else len(snapshots[0]))
 
     @staticmethod
-    def _others(call: PrefillCall, h: Tensor | None, snapshots: prefill.Snapshots) -> list[Tensor | None]:
-        return [dense(call.initial_state_indices), *prefill.state_pointers(call, h, snapshots)]
+    def _inputs(call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots, space: list[Tensor]) -> tuple[tuple, tuple]:
+        """What `prepare_tensors` and `chain_tensors` take; `space`: decays and tiles of the records, and the order of sequences, if there is one."""
+        decays, tiles, order = (*space, None)[:3]
+        cu_seqlens, states = dense(call.cu_seqlens), prefill.state_pointers(call, h, snapshots)
+        inputs = [call.q, call.k, call.g, call.beta, dense(call.A_log), dense(call.dt_bias), cu_seqlens, o, decays, tiles]
+        others = [dense(call.initial_state_indices), *states]
+        return (inputs, order), (tiles, decays, call.v, o, call.initial_state, cu_seqlens, others, order)

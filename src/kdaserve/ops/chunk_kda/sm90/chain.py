@@ -5,8 +5,8 @@ of every product is one tile [64, 64] of shared memory, and left operands (the s
 brings chunks by TMA, `STAGES` of them in flight.
 
 Records, as `prepare` writes them: `[records * 256, 128]` bf16, of each chunk and head 64 rows of kd (k decayed from the chunk's start), 64 of qd,
-64 of ke (k decayed to the chunk's end), and 64 whose left half is the q.k of E10 and whose right half is M beta. Headers: `[records, 160]` fp32, the
-first 128 the decay of the chunk. Rows of kd, qd, M and q.k behind the end of the sequence must be finite, those of ke zero, and M and q.k have zeros
+64 of ke (k decayed to the chunk's end), and 64 whose left half is the q.k of E10 and whose right half is M beta. Decays of the chunks:
+`[records, 128]` fp32. Rows of kd, qd, M and q.k behind the end of the sequence must be finite, those of ke zero, and M and q.k have zeros
 right of the diagonal. Records without a chunk are not read.
 """
 
@@ -25,8 +25,6 @@ R = gl.constexpr(64)
 STAGES = gl.constexpr(3)
 CHUNK_BYTES = gl.constexpr(256 * 128 * 2 + 64 * 64 * 2 + 128 * 4)
 """What comes for a chunk: its record, its v, its decay."""
-TILE = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-"""Of boxes of 64 columns in 16 bits."""
 LINE = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 """Of the decay of a chunk."""
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -137,7 +135,7 @@ def save_snapshots(b_S0, b_S1, boundary, i_n, o_S, p_pool, pool_s, p_sequence, p
 
 
 @gluon.jit
-def produce(d_tiles, d_head, d_v, record, token, column, chunks, HV, sBoxes, sV, sDecay, full, empty):
+def produce(d_tiles, d_decay, d_v, record, token, column, chunks, HV, sBoxes, sV, sDecay, full, empty):
     """The warp that fills the stages as they become free."""
     gdc_wait()
     stage = 0
@@ -149,7 +147,7 @@ def produce(d_tiles, d_head, d_v, record, token, column, chunks, HV, sBoxes, sV,
         tma.async_copy_global_to_shared(d_tiles, [record * RECORD, 0], bar, sBoxes.index(stage * 2))
         tma.async_copy_global_to_shared(d_tiles, [record * RECORD, 64], bar, sBoxes.index(stage * 2 + 1))
         tma.async_copy_global_to_shared(d_v, [token, column], bar, sV.index(stage))
-        tma.async_copy_global_to_shared(d_head, [record, 0], bar, sDecay.index(stage))
+        tma.async_copy_global_to_shared(d_decay, [record, 0], bar, sDecay.index(stage))
         record += HV
         token += C
         stage += 1
@@ -283,7 +281,7 @@ def consume(
 
 @kernel("p_o", "p_pool", "p_track", own=["p_h"], jit=gluon.jit)
 def chain_kernel(
-    d_tiles, d_head, d_v, d_o, p_o, p_pool, p_index, p_cu, p_order, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
+    d_tiles, d_decay, d_v, d_o, p_o, p_pool, p_index, p_cu, p_order, p_h, p_chunk_offsets, p_track, p_track_chunk, p_sequence, p_tokens, p_slot,
     o_t: gl.int64, o_h: gl.int32, pool_s: gl.int64, track_s: gl.int64,
     v_b: gl.int32, v_h: gl.int32, o_b: gl.int32, behind: gl.int32, T: gl.int32, HV: gl.int32, M: gl.int32,
     SOON: gl.constexpr, UNIT: gl.constexpr,
@@ -292,7 +290,7 @@ def chain_kernel(
 
     Token t of batch entry b is row b v_b + t of `d_v`, head h starts at column h v_h; likewise `d_o`. Row `behind` is past the end of `d_o`.
 
-    The kernel may be launched while `prepare` still runs, and waits for it before it reads records, headers and `p_order`, which alone come from
+    The kernel may be launched while `prepare` still runs, and waits for it before it reads records, decays and `p_order`, which alone come from
     there. States it reads before: `prepare` itself is launched the usual way, after all that came before it in the stream has ended, and all
     programs of this kernel are behind that start.
 
@@ -322,7 +320,7 @@ def chain_kernel(
     sBoxes = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 2, RECORD, 64], d_tiles.layout)
     sV = gl.allocate_shared_memory(d_v.dtype, [STAGES, C, R], d_v.layout)
     sO = gl.allocate_shared_memory(d_o.dtype, [C, R], d_o.layout)
-    sDecay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_head.layout)
+    sDecay = gl.allocate_shared_memory(gl.float32, [STAGES, 1, K], d_decay.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -336,7 +334,7 @@ def chain_kernel(
                 o_token, i_h * (o_h * UNIT) + i_v * R, length, chunks, behind, i_n, i_h, i_v, pool_s * UNIT, track_s * UNIT, o_t * UNIT, HV, M,
                 sBoxes, sV, sDecay, sO, full, empty, SOON,
             )),
-            (produce, (d_tiles, d_head, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty)),
+            (produce, (d_tiles, d_decay, d_v, record, v_token, i_h * v_h + i_v * R, chunks, HV, sBoxes, sV, sDecay, full, empty)),
         ],
         [1],
         [WORKER_REGISTERS],

@@ -8,7 +8,7 @@ A warp has a quarter of the tokens, so sums along tokens stay in it but for the 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kdaserve.ops.chunk_kda.sm90.layouts import PLAIN, C
+from kdaserve.ops.chunk_kda.sm90.layouts import PLAIN, TILE, C
 from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import math
 
@@ -28,7 +28,6 @@ ROWS = gl.constexpr(
 """The same numbers as rows of the chunk `[64, BS]`; nothing moves."""
 OWN = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))
 """Of channels whose factors a thread makes for all."""
-TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
 log2_softplus = gluon.jit(math.log2_softplus.fn)
 

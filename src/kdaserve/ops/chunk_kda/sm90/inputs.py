@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, LOG2_E, TILE, ex2, rcp
-from kdaserve.ops.chunk_kda.sm90.layouts import VECTOR, C, mask_rows
+from kdaserve.ops.chunk_kda.sm90.decay import BS, LOG2_E, ex2, rcp
+from kdaserve.ops.chunk_kda.sm90.layouts import TILE, VECTOR, C, mask_rows
 
 
 @gluon.jit

@@ -8,13 +8,16 @@ from typing import Any
 
 from torch import Tensor
 
-from kdaserve.ops.chunk_kda.sm90.chain import LINE, TILE, C, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.chain import LINE, C, R, chain_kernel
+from kdaserve.ops.chunk_kda.sm90.layouts import TILE
 from kdaserve.ops.chunk_kda.sm90.prepare import prepare_kernel
-from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
+from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.jit.launch import Launch, Matrix, strides
 
 REACH = 2**31
 """Rows and columns of a matrix stay below: copies take coordinates of 32 bits."""
+FARTHEST = 2**40
+"""Bytes from row to row stay below."""
 
 
 def tokens(x: Tensor) -> Matrix | None:
@@ -34,30 +37,23 @@ def _matrix(shape: tuple[int, int, int, int], stride: tuple[int, int, int, int],
     batch = stride[0] if B > 1 else 0
     if itemsize != 2 or stride[3] != 1 or min(shape) == 0:
         return None
-    if token < columns or token % 8 or (heads > 1 and (stride[2] < dim or stride[2] % 8)) or batch % token:
+    if token < columns or token % 8 or token * itemsize >= FARTHEST or (heads > 1 and (stride[2] < dim or stride[2] % 8)) or batch % token:
         return None
     rows = (B - 1) * (batch // token) + T
-    return Matrix(rows, columns, token, (C.value, R.value), TILE) if max(rows, columns) + C.value < REACH else None
+    return Matrix(rows, columns, token, (C.value, R.value), TILE.value) if max(rows, columns) + C.value < REACH else None
 
 
-def holds(records: int) -> bool:
-    """Whether a workspace of so many records is within reach."""
-    return records * RECORD.value < REACH
-
-
-def prepare(
-    pointers: Sequence[Tensor | None], order: Tensor | None, records: int, sequences: int, **constants: Any
-) -> Launch:  # fmt: skip
+def prepare(pointers: Sequence[Tensor | None], order: Tensor | None, records: int, sequences: int, **constants: Any) -> Launch:
     """The launch of `prepare_kernel` for tensors of this layout; what it is called with is `prepare_tensors` of the same, scale, and lower bound.
 
     Args:
-        pointers: q, k `[B, T, H, 128]` and g `[B, T, HV, 128]`, as `tokens` takes them, beta, A_log, dt_bias, cu_seqlens, o, headers and tiles.
+        pointers: q, k `[B, T, H, 128]` and g `[B, T, HV, 128]`, as `tokens` takes them, beta, A_log, dt_bias, cu_seqlens, o, decays and tiles.
         order: see `prepare_kernel`; constants: the kernel's but `UNIT`, and Triton's options.
     """
     q, k, g, beta, *_, o, _, _ = pointers
     assert q is not None
     assert g is not None
-    maps = [_seen(x) for x in (q, k, g)]
+    maps = [_shown(x) for x in (q, k, g)]
     heads = [strides(x, 3)[2] for x in (q, k, g)]
     return Launch(
         prepare_kernel, records, prepare_tensors(pointers, order),
@@ -74,46 +70,46 @@ def prepare_tensors(pointers: Sequence[Tensor | None], order: Tensor | None) -> 
 
 
 def chain(
-    records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
-    *, order: Tensor | None = None, dependent: bool = True,
+    records: Tensor, decays: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
+    order: Tensor | None = None, *, overlapping: bool = True,
 ) -> Launch:  # fmt: skip
     """The launch of `chain_kernel` for tensors of this layout; what it is called with is `chain_tensors` of the same, and the number of snapshots.
 
     Args:
-        records: `[n * 256, 128]` bf16; headers: `[n, 160]` fp32; see `chain_kernel`.
+        records: `[n * 256, 128]` bf16; decays: `[n, 128]` fp32; see `chain_kernel`.
         v, o: `[B, T, HV, 128]`, as `tokens` takes them, bf16 or fp16; their addresses multiples of 16 bytes.
         pool: `[slots, HV, 128, 128]`, slots at any stride; others: as in `chain_tensors`.
         order: `[N]` int32, the sequence of each program; None = as they come.
-        dependent: launched while the kernel before it in the stream, which must be `prepare`, still runs.
+        overlapping: the chain may start while the kernel before it in the stream, which must be `prepare`, still runs.
     """
     B, T, HV, _ = v.shape
-    map_v, map_o = _seen(v), _seen(o)
-    assert holds(len(headers)), "so many records are out of reach"
+    map_v, map_o = _shown(v), _shown(o)
+    assert len(records) < REACH, "so many records are out of reach"
     N = len(cu_seqlens) - 1 if cu_seqlens is not None else B
-    tensors = chain_tensors(records, headers, v, o, pool, cu_seqlens, others, order)
+    tensors = chain_tensors(records, decays, v, o, pool, cu_seqlens, others, order)
     track, slots = others[3], others[7]
     v_b, o_b = (strides(x, 1)[0] // seen.stride for x, seen in ((v, map_v), (o, map_o)))
-    tiles, headers_map = (
-        Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE),
-        Matrix(len(headers), HEADER.value, HEADER.value, (1, K.value), LINE),
+    tiles, decays_map = (
+        Matrix(len(records), K.value, K.value, (RECORD.value, 64), TILE.value),
+        Matrix(len(decays), K.value, K.value, (1, K.value), LINE),
     )
     return Launch(
         chain_kernel, N * HV * (K.value // R.value), tensors,
         (map_o.stride, strides(o, 3)[2], *strides(pool, 1), *strides(track, 1)), (v_b, strides(v, 3)[2], o_b, map_o.rows, T, HV),
-        maps=(tiles, headers_map, map_v, map_o),
+        maps=(tiles, decays_map, map_v, map_o),
         SOON=slots is None,  # with snapshots to look for there are no registers left for it
-        overlapping=dependent, num_warps=4, launch_pdl=True,
+        overlapping=overlapping, num_warps=4, launch_pdl=True,
     )  # fmt: skip
 
 
-def _seen(x: Tensor | None) -> Matrix:
+def _shown(x: Tensor | None) -> Matrix:
     matrix = None if x is None else tokens(x)
     assert matrix is not None, "tensors are copied where a tensor map cannot show them"
     return matrix
 
 
 def chain_tensors(
-    records: Tensor, headers: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
+    records: Tensor, decays: Tensor, v: Tensor, o: Tensor, pool: Tensor, cu_seqlens: Tensor | None, others: Sequence[Tensor | None],
     order: Tensor | None = None,
 ) -> list[Tensor | None]:  # fmt: skip
     """What the tensor maps and pointers of `chain_kernel` stand for.
@@ -121,4 +117,4 @@ def chain_tensors(
     `others` are `initial_state_indices`, `h`, `chunk_offsets`, `track_state`, `track_chunk_idx`, and of the snapshots sequence, tokens and slot.
     """
     index, h, chunk_offsets, track, track_chunk, *snapshots = others
-    return [records, headers, v, o, o, pool, index, cu_seqlens, order, h, chunk_offsets, track, track_chunk, *snapshots]
+    return [records, decays, v, o, o, pool, index, cu_seqlens, order, h, chunk_offsets, track, track_chunk, *snapshots]

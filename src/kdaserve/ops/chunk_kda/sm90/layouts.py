@@ -1,4 +1,4 @@
-"""How the threads of the Hopper prepare kernel share a chunk's matrices among them: layouts that several of its parts use."""
+"""How the threads of the Hopper kernels share a chunk's matrices among them, and how these lie in shared memory: layouts that several parts use."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +21,8 @@ HALVES = gl.constexpr(
 """The same numbers as `[half, row, column]`; nothing moves."""
 LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 """Rows of 128, 16 bytes a thread."""
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+"""Of boxes of 64 columns in 16 bits."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 

@@ -5,15 +5,16 @@ to there, by factors <= 1 whatever the decay is. Levels go down from 6, the chun
 then all pairs of a block meet at its middle, with factors of both signs. At level 0 a block is a token. All this follows from the chunk alone.
 
 Sums of log decays are products with matrices of 0 and 1, as in the Triton backend: nothing cancels in them. A token's log decay enters all of them as
-the same two bf16 numbers, exact to 2 ** -17. What a level needs lies where the operands of the usual products would.
+the same two bf16 numbers, exact to 2 ** -17. What a level needs lies where the operands of the usual products would. `here` keeps token numbers out
+of the registers of the usual way.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, TILE, ex2, gate, tokens_of, wide
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, C, here
+from kdaserve.ops.chunk_kda.sm90.decay import BS, ex2, gate, tokens_of, wide
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, TILE, C, here
 from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import chunking
 

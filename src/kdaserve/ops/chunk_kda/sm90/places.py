@@ -31,7 +31,7 @@ def sequence_of(p_cu, N, unit):
     o_n = low + gl.arange(0, AT_ONCE, EVERY_WARP)
     m_n = o_n < high
     first = (gl.load(p_cu + o_n, mask=m_n, other=0) // C).to(gl.int32) + o_n
-    return low + gl.sum((m_n & (first <= unit)).to(gl.int32), 0) - 1
+    return gl.maximum(low + gl.sum((m_n & (first <= unit)).to(gl.int32), 0) - 1, 0)
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Prefill on Hopper, first kernel: what a chunk can compute without knowing the state it starts from. One program, four warps, a chunk and head.
 
-A record is a header of fp32 numbers `[160]`, the decay of the chunk in the first 128, and tiles of bf16 rows of 128: k decayed from the chunk's start
-(64 rows), q likewise (64), k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
+A record is the decay of the chunk, 128 numbers in fp32, and tiles of bf16 rows of 128: k decayed from the chunk's start (64 rows), q likewise (64),
+k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k of E10 and the right half M beta.
 
 **Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
 row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
@@ -23,14 +23,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TILE, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
+from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
 from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, copy_slices, load_beta, mask_chunk
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, VECTOR, C, by_halves, half_row_col, side_by_side
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, TILE, VECTOR, C, by_halves, half_row_col, side_by_side
 from kdaserve.ops.chunk_kda.sm90.levels import WIDEST, meet_by_levels
 from kdaserve.ops.chunk_kda.sm90.places import chunk_of, side_jobs
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
-from kdaserve.ops.chunk_kda.sm90.space import HEADER, RECORD, K
+from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.jit.launch import kernel
 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [4, 1], [16, 8]))
@@ -117,9 +117,9 @@ def finish(
     gl.store(p_ke + (o_r[:, None] + C) * K + o_c[None, :], sO.load(LINES))
 
 
-@kernel(own=["p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_header", "p_tiles"], jit=gluon.jit)  # copied where they are not aligned
+@kernel(own=["p_q", "p_k", "p_g", "p_dt_bias", "p_o", "p_decay", "p_tiles"], jit=gluon.jit)  # what is not aligned is copied
 def prepare_kernel(
-    d_q, d_k, d_g, p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_header, p_tiles, p_order,
+    d_q, d_k, d_g, p_q, p_k, p_g, p_beta, p_A_log, p_dt_bias, p_cu, p_o, p_decay, p_tiles, p_order,
     q_t: gl.int64, q_h: gl.int32, k_t: gl.int64, k_h: gl.int32, g_t: gl.int64, g_h: gl.int32, o_t: gl.int64, o_h: gl.int64,
     q_b: gl.int32, k_b: gl.int32, g_b: gl.int32, beta_b: gl.int64, beta_t: gl.int64, beta_h: gl.int64,
     N: gl.int32, T: gl.int32, H: gl.int32, HV: gl.int32, scale: gl.float32, lower_bound: gl.float32,
@@ -130,8 +130,8 @@ def prepare_kernel(
     Token t of batch entry b is row b q_b + t of `d_q`, head h starts at column h q_h; likewise `d_k` and `d_g`.
 
     Args:
-        p_q, p_k, p_g: the same memory, in which rows are q_t, k_t, g_t apart; keys that repeat, and wide chunks, are read again there.
-        p_header, p_tiles: record unit * HV + h, that is `[records, 160]` fp32 and `[records * 256, 128]` bf16.
+        p_q, p_k, p_g: the same memory, rows q_t, k_t, g_t apart. Where keys repeat k and g are read again there, in wide chunks all three.
+        p_decay, p_tiles: record unit * HV + h, that is `[records, 128]` fp32 and `[records * 256, 128]` bf16.
         p_order: `[N]` int32, or None; p_o: output whose padding is to be zeroed, or None. Without p_cu neither is touched.
         WIDE: halves may decay too widely.
     """
@@ -156,7 +156,7 @@ def prepare_kernel(
         side_jobs(p_cu, p_order, p_o, record, o_t * UNIT, o_h * UNIT, N, T, HV)
     if rows <= 0:
         return
-    p_header += record.to(gl.int64) * HEADER
+    p_decay += record.to(gl.int64) * K
     p_tiles += record.to(gl.int64) * (RECORD * K)
     p_q += (i_b * q_b + start) * q_t * UNIT + i_hk * (q_h * UNIT)
     p_k += (i_b * k_b + start) * k_t * UNIT + i_hk * (k_h * UNIT)
@@ -195,7 +195,7 @@ def prepare_kernel(
     for s in range(2):  # a loop: written out, the code would be twice as long
         b_widest = decay_slice(
             s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
-            sBias, p_tiles, p_header, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
+            sBias, p_tiles, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
         )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
