@@ -71,22 +71,25 @@ class Launches:
         N, HV = call.sizes["N"], call.sizes["HV"]
         records = units(call) * HV
         overlapping = records <= SHORT * PROGRAMS * processor(o.device)[0]
-        self._sizes = [((records, K.value), torch.float32), ((records * RECORD.value, K.value), torch.bfloat16)]
-        self._sizes += [((N,), torch.int32)] if _waits(call, N) else []
+        self._sizes: list[tuple[tuple[int, ...], torch.dtype]] = [
+            ((records, K.value), torch.float32),
+            ((records * RECORD.value, K.value), torch.bfloat16),
+            *([((N,), torch.int32)] if _waits(call, N) else []),
+        ]
         space = [o.new_empty(1, dtype=dtype).expand(size) for size, dtype in self._sizes]  # so many rows, and no memory
-        prepare_inputs, chain_inputs = self._inputs(call, o, h, snapshots, space)
+        (inputs, order), others = self._inputs(call, o, h, snapshots, space)
         self._prepare = prepare(
-            *prepare_inputs, records, N,
+            inputs, order, records, N,
             GATE=gate_name(call), L2NORM=call.use_qk_l2norm_in_kernel, BETA_RAW=call.beta_is_raw, WIDE=not bounded(call), maxnreg=REGISTERS,
         )  # fmt: skip
-        self._chain = chain(*chain_inputs, overlapping=overlapping)
+        self._chain = chain(*others, overlapping=overlapping)
 
     def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         """Launches the kernels. Nothing comes between the two: the chain waits for `prepare`, but not for what else it reads."""
         space = [torch.empty(size, dtype=dtype, device=o.device) for size, dtype in self._sizes]
-        prepare_inputs, chain_inputs = self._inputs(call, o, h, snapshots, space)
-        self._prepare(prepare_tensors(*prepare_inputs), call.scale, call.lower_bound or 0.0)
-        self._chain(chain_tensors(*chain_inputs), 0 if snapshots is None else len(snapshots[0]))
+        inputs, others = self._inputs(call, o, h, snapshots, space)
+        self._prepare(prepare_tensors(*inputs), call.scale, call.lower_bound or 0.0)
+        self._chain(chain_tensors(*others), 0 if snapshots is None else len(snapshots[0]))
 
     @staticmethod
     def _inputs(call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots, space: list[Tensor]) -> tuple[tuple, tuple]:
