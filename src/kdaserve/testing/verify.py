@@ -54,7 +54,8 @@ def verify_call(op: str, arguments: Mapping[str, Any], backend: str = "auto", to
         KdaError: whatever the call itself raises with ``check="values"``.
     """
     call = calls.checked_call(op, {**arguments, "check": "values"})
-    name = dispatch.choose(call, backend).name
+    chosen = dispatch.choose(call, backend)
+    name = chosen.name
 
     @torch.no_grad()
     def rows(backend: str, pool_dtype: torch.dtype | None) -> tuple[_Rows, _Rows]:
@@ -64,7 +65,7 @@ def verify_call(op: str, arguments: Mapping[str, Any], backend: str = "auto", to
         return _run_decode(arguments, run, pool_dtype)
 
     actual, expected = rows(name, None), rows("reference", torch.float64)
-    rounded = op == "chunk_kda" and dispatch.choose(call, name).rounds and actual[0].values.dtype.itemsize == 2
+    rounded = op == "chunk_kda" and chosen.rounds and actual[0].values.dtype.itemsize == 2
     worst = []
     for what, a, e in zip(("output", "state"), actual, expected, strict=True):
         usual = DEFAULT_TOLERANCE + _spacing(a.values.dtype) + (ROUNDED_OPERANDS[what] if rounded else 0.0)

@@ -116,6 +116,11 @@ def chain_of(call: PrefillCall, sequences: int, dtype: torch.dtype) -> Chain:
     return chain(sequences * HV, K, V, dtype, saves, *processor(call.q.device))
 
 
+def chain_forms(call: PrefillCall, dtype: torch.dtype) -> list[Form]:
+    """The forms of the chain that sequences like those of `call` can need, with products of operands in `dtype`."""
+    return forms_by_sequences(call, lambda sequences: chain_of(call, sequences, dtype))
+
+
 def forms_by_sequences(call: PrefillCall, form: Callable[[int], Hashable]) -> list[Form]:
     """The fewest sequences like those of `call` for each value of `form`, in any memory: what `kdaserve.ops.forms` asks for."""
     # With more pairs of sequence and head than processors nothing changes any more.

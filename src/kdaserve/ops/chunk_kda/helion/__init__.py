@@ -31,8 +31,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
 
 def forms(call: PrefillCall) -> list[Form]:
     """See `kdaserve.ops.forms`."""
-    dtype = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype
-    return chunking.forms_by_sequences(call, lambda sequences: chunking.chain_of(call, sequences, dtype))
+    return chunking.chain_forms(call, config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype)
 
 
 def compiled() -> int:

@@ -15,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_wait
 
-from kdaserve.ops.chunk_kda.sm90.layouts import mask_rows
+from kdaserve.ops.chunk_kda.sm90.layouts import BOX_ROWS, mask_rows
 from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
 from kdaserve.ops.jit.launch import kernel
 from kdaserve.ops.jit.states import ENTRIES, NEVER, C
@@ -159,10 +159,9 @@ def produce(d_tiles, d_decay, d_v, record, token, column, chunks, HV, sBoxes, sV
 @gluon.jit
 def store_rows(p_o, o_t, sO, left):
     """Writes the first `left` rows of a tile, where whole ones would reach into the next sequence."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    o_c = gl.arange(0, C, layout=gl.SliceLayout(1, ROWS))[:, None]
-    o_v = gl.arange(0, R, layout=gl.SliceLayout(0, ROWS))[None, :]
-    gl.store(p_o + o_c * o_t + o_v, sO.load(ROWS), mask=(o_c < left) & (o_v >= 0))
+    o_c = gl.arange(0, C, layout=gl.SliceLayout(1, BOX_ROWS))[:, None]
+    o_v = gl.arange(0, R, layout=gl.SliceLayout(0, BOX_ROWS))[None, :]
+    gl.store(p_o + o_c * o_t + o_v, sO.load(BOX_ROWS), mask=(o_c < left) & (o_v >= 0))
 
 
 @gluon.jit

@@ -23,6 +23,8 @@ LINES = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 """Rows of 128, 16 bytes a thread."""
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 """Of boxes of 64 columns in 16 bits."""
+BOX_ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+"""Rows of a box, 16 bytes a thread."""
 PLAIN = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 LINE = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -57,7 +59,6 @@ def side_by_side(left, right):
 @gluon.jit
 def mask_rows(sX, left):
     """Sets the rows of a tile from `left` on to zero."""
-    ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    b_x = sX.load(ROWS)
-    m_x = (gl.arange(0, C, layout=gl.SliceLayout(1, ROWS)) < left)[:, None]
+    b_x = sX.load(BOX_ROWS)
+    m_x = (gl.arange(0, C, layout=gl.SliceLayout(1, BOX_ROWS)) < left)[:, None]
     sX.store(gl.where(m_x, b_x, gl.zeros_like(b_x)))

@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from kdaserve.ops.chunk_kda.sm90.decay import BS, ex2, gate, tokens_of, wide
-from kdaserve.ops.chunk_kda.sm90.layouts import ACC, TILE, C, here
+from kdaserve.ops.chunk_kda.sm90.layouts import ACC, BOX_ROWS, TILE, C, here
 from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import chunking
 
@@ -24,16 +24,14 @@ WHOLE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 """Products `[64, 64]`: of tokens and the channels of a slice."""
 PICKS = gl.constexpr(gl.DotOperandLayout(0, WHOLE, 2))
 TOKEN = gl.constexpr(gl.SliceLayout(1, WHOLE))
-STORED = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-"""Rows of a slice, 16 bytes a thread."""
 
 
 @gluon.jit
 def store_slice(s, p_q, p_k, p_g, p_bias, q_t, k_t, g_t, rows, inner, outer, sq, sk, sHigh, sLow, GATE: gl.constexpr):
     """A slice's q and k as they are, and its log decays as two numbers that add up to each."""
-    o_t = gl.arange(0, C, gl.SliceLayout(1, STORED))[:, None] + here()
-    o_c = s * BS + gl.arange(0, BS, gl.SliceLayout(0, STORED))
-    b_bias = gl.zeros([BS], gl.float32, gl.SliceLayout(0, STORED))
+    o_t = gl.arange(0, C, gl.SliceLayout(1, BOX_ROWS))[:, None] + here()
+    o_c = s * BS + gl.arange(0, BS, gl.SliceLayout(0, BOX_ROWS))
+    b_bias = gl.zeros([BS], gl.float32, gl.SliceLayout(0, BOX_ROWS))
     if p_bias is not None:
         b_bias = gl.load(p_bias + o_c).to(gl.float32) * inner
     o_c = o_c[None, :]
@@ -100,9 +98,9 @@ def add_met(k1, k2, q1, q2, sRk, sRq, sC, level, narrow):
 @gluon.jit
 def copy_out(sTile, p_tile):
     """A slice of 64 rows of the record."""
-    o_r = gl.arange(0, C, gl.SliceLayout(1, STORED))
-    o_c = gl.arange(0, BS, gl.SliceLayout(0, STORED))
-    gl.store(p_tile + o_r[:, None] * K + o_c[None, :], sTile.load(STORED))
+    o_r = gl.arange(0, C, gl.SliceLayout(1, BOX_ROWS))
+    o_c = gl.arange(0, BS, gl.SliceLayout(0, BOX_ROWS))
+    gl.store(p_tile + o_r[:, None] * K + o_c[None, :], sTile.load(BOX_ROWS))
 
 
 @gluon.jit

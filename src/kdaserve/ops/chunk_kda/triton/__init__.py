@@ -29,8 +29,7 @@ def run(call: PrefillCall) -> tuple[Tensor, Tensor | None]:
 
 def forms(call: PrefillCall) -> list[Form]:
     """See `kdaserve.ops.forms`."""
-    dtype = config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype
-    return chunking.forms_by_sequences(call, lambda sequences: chunking.chain_of(call, sequences, dtype))
+    return chunking.chain_forms(call, config.operands(call.q.dtype, call.use_qk_l2norm_in_kernel).dtype)
 
 
 def compiled() -> int:
@@ -38,13 +37,13 @@ def compiled() -> int:
     return len(prepare_kernel.compiled) + len(chain_kernel.compiled)
 
 
-def prepare_pointers(call: PrefillCall, o: Tensor, workspace: list[Tensor]) -> list[Tensor | None]:
+def _prepare_pointers(call: PrefillCall, o: Tensor, workspace: list[Tensor]) -> list[Tensor | None]:
     """What the pointers of `prepare` stand for."""
     q, k, g = (x if x.stride(1) <= FARTHEST else x.contiguous() for x in (call.q, call.k, call.g))
     return [q, k, g, call.beta, dense(call.A_log), dense(call.dt_bias), dense(call.cu_seqlens), o, *workspace]
 
 
-def prepare(call: PrefillCall, o: Tensor, pointers: list[Tensor | None], wide: str, form: config.Operands) -> Launch:
+def _prepare(call: PrefillCall, o: Tensor, pointers: list[Tensor | None], wide: str, form: config.Operands) -> Launch:
     """The launch of `prepare` for calls of this layout."""
     N, T, H, HV, K, V = (call.sizes[s] for s in ("N", "T", "H", "HV", "K", "V"))
     kernel = config.PREPARE_WIDE if wide == "only" else config.PREPARE
@@ -67,9 +66,9 @@ class Launches:
         BK, records = padded(K), chunking.units(call) * HV
         self._workspace = [((records, header(BK)), torch.float32), ((records, tiles(BK)), form.dtype)]
         nothing = [o.new_empty(0, dtype=dtype) for _, dtype in self._workspace]
-        pointers = prepare_pointers(call, o, nothing)
+        pointers = _prepare_pointers(call, o, nothing)
         passes = ("never",) if chunking.bounded(call) else ("marked", "only")
-        self._prepares = [prepare(call, o, pointers, wide, form) for wide in passes if records]
+        self._prepares = [_prepare(call, o, pointers, wide, form) for wide in passes if records]
         chain = chunking.chain_of(call, N, form.dtype)
         self._chain = Launch(
             chain_kernel, N * HV * triton.cdiv(V, chain.slice), self._chain_pointers(call, o, h, snapshots, nothing),
@@ -81,7 +80,7 @@ class Launches:
     def __call__(self, call: PrefillCall, o: Tensor, h: Tensor | None, snapshots: prefill.Snapshots) -> None:
         """Launches the kernels."""
         workspace = [torch.empty(size, dtype=dtype, device=o.device) for size, dtype in self._workspace]
-        pointers = prepare_pointers(call, o, workspace)
+        pointers = _prepare_pointers(call, o, workspace)
         for launch in self._prepares:
             launch(pointers, call.scale, call.lower_bound or 0.0)
         self._chain(self._chain_pointers(call, o, h, snapshots, workspace), 0 if snapshots is None else len(snapshots[0]))
