@@ -12,6 +12,7 @@ import torch
 
 from kdaserve.contract import L2_EPS
 from kdaserve.ops.chunk_kda.helion.tiles import (
+    decays,
     differences,
     first_unit,
     inverse,
@@ -21,9 +22,7 @@ from kdaserve.ops.chunk_kda.helion.tiles import (
     meet_by_levels,
     picks,
     repetitions,
-    split,
     sums,
-    token_decay,
     write_strengths,
 )
 from kdaserve.ops.helion.launch import kernel
@@ -126,14 +125,8 @@ def prepare_kernel(
                 m_2k = m_2[:, None] & (o_k < K)[None, :]
                 o_1 = (o_r[:, None] * BK + o_k[None, :]).to(torch.int32)
                 o_2 = o_1 + HALF * BK
-                x1 = hl.load(g, [i_b, t_1, i_h, o_k], extra_mask=m_1k).to(torch.float32)
-                x2 = hl.load(g, [i_b, t_2, i_h, o_k], extra_mask=m_2k).to(torch.float32)
-                if dt_bias is not None:
-                    bias = hl.load(dt_bias, [i_h * K + o_k], extra_mask=o_k < K)[None, :]
-                    x1 = x1 + bias
-                    x2 = x2 + bias
-                g1 = split(token_decay(x1, m_1k, a, lower_bound, GATE), PARTS)
-                g2 = split(token_decay(x2, m_2k, a, lower_bound, GATE), PARTS)
+                g1 = decays(g, dt_bias, i_b, t_1, i_h, o_k, m_1k, K, a, lower_bound, GATE, PARTS)
+                g2 = decays(g, dt_bias, i_b, t_2, i_h, o_k, m_2k, K, a, lower_bound, GATE, PARTS)
 
                 b_k = hl.load(k, [i_b, t_1, i_hk, o_k], extra_mask=m_1k).to(torch.float32) * k_norm1[:, None]
                 b_q = hl.load(q, [i_b, t_1, i_hk, o_k], extra_mask=m_1k).to(torch.float32) * q_norm1[:, None]
@@ -192,14 +185,8 @@ def prepare_kernel(
                     m_1k = m_1[:, None] & (o_k < K)[None, :]
                     m_2k = m_2[:, None] & (o_k < K)[None, :]
                     o_1 = (o_r[:, None] * BK + o_k[None, :]).to(torch.int32)
-                    x1 = hl.load(g, [i_b, t_1, i_h, o_k], extra_mask=m_1k).to(torch.float32)
-                    x2 = hl.load(g, [i_b, t_2, i_h, o_k], extra_mask=m_2k).to(torch.float32)
-                    if dt_bias is not None:
-                        bias = hl.load(dt_bias, [i_h * K + o_k], extra_mask=o_k < K)[None, :]
-                        x1 = x1 + bias
-                        x2 = x2 + bias
-                    g1 = split(token_decay(x1, m_1k, a, lower_bound, GATE), PARTS)
-                    g2 = split(token_decay(x2, m_2k, a, lower_bound, GATE), PARTS)
+                    g1 = decays(g, dt_bias, i_b, t_1, i_h, o_k, m_1k, K, a, lower_bound, GATE, PARTS)
+                    g2 = decays(g, dt_bias, i_b, t_2, i_h, o_k, m_2k, K, a, lower_bound, GATE, PARTS)
                     k1 = hl.load(k, [i_b, t_1, i_hk, o_k], extra_mask=m_1k).to(torch.float32) * k_norm1[:, None]
                     k2 = hl.load(k, [i_b, t_2, i_hk, o_k], extra_mask=m_2k).to(torch.float32) * k_norm2[:, None]
                     k1 = k1 * torch.exp2(sums(later, g1) + sums(every, g2))

@@ -45,6 +45,17 @@ def split(x: Tensor, parts: int) -> tuple[Tensor, ...]:
     return (*found, x if parts == 1 else x.to(torch.bfloat16))
 
 
+def decays(
+    g: Tensor, dt_bias: Tensor | None, i_b: int | Tensor, t: Tensor, i_h: Tensor, o_k: Tensor, there: Tensor, K: int,
+    a: Tensor, lower_bound: float, gate: str, parts: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Log decays of the tokens t that are there, in channels o_k, as operands of `sums`."""
+    x = hl.load(g, [i_b, t, i_h, o_k], extra_mask=there).to(torch.float32)
+    if dt_bias is not None:
+        x = x + hl.load(dt_bias, [i_h * K + o_k], extra_mask=o_k < K)[None, :]
+    return split(token_decay(x, there, a, lower_bound, gate), parts)
+
+
 def sums(pick: Tensor, parts: tuple[Tensor, ...]) -> Tensor:
     """E5: for each row the sum over the tokens that `pick` picks."""
     pick = pick.to(parts[0].dtype)
