@@ -6,7 +6,6 @@ A new backend needs a row in `kdaserve.dispatch.BACKENDS` and rows in `TOLERANCE
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import sys
 from collections import defaultdict
@@ -168,23 +167,28 @@ class Target:
             pytest.skip(str(refused))
 
     def is_built_for(self, op: str, call: Call) -> bool:
-        """Whether a backend must take a call; one for a single size need not take other sizes, dtypes, ops, keys without a norm, or gradients."""
+        """Whether a backend must take a call; one for a single size, which `inputs_that_it_takes` gives it, need not take the rest."""
         row = self.row
         if row.dim is None:
             return True
-        tensors = [x for x in call.values() if isinstance(x, Tensor)]
-        return (
-            op in row.ops
-            and all(call[name].shape[-1] == row.dim for name in ("q", "k", "v"))
-            and all(call[name].element_size() == 2 for name in row.short)
-            and all(x.dtype in row.dtypes and not x.requires_grad for x in tensors if x.is_floating_point())
-            and bool(call.get("use_qk_l2norm_in_kernel"))
-        )
+        learns = any(x.requires_grad for x in call.values() if isinstance(x, Tensor))
+        return op in row.ops and call["q"].element_size() == 2 and bool(call.get("use_qk_l2norm_in_kernel")) and not learns
 
     @property
     def row(self) -> dispatch.Backend:
         """What the table says of the backend."""
         return next(row for row in dispatch.BACKENDS if row.name == self.backend)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a compiler, which takes seconds, makes its kernels for every form of a call."""
+        return self.device == "cuda" and hasattr(self.row.implementation("chunk_kda"), "compiled")
+
+    @property
+    def decoder(self) -> Target:
+        """What decodes after its prefills: itself, or what `auto` picks for an op that it does not have."""
+        able = [row for row in dispatch.BACKENDS if "packed_decode_kda" in row.ops]
+        return self if self.row in able else Target(next(row.name for row in able if self.device in row.automatic), self.device)
 
     @property
     def usual(self) -> torch.dtype:
@@ -352,10 +356,15 @@ def learner(request: pytest.FixtureRequest) -> Target:
 
 @pytest.fixture(autouse=True)
 def inputs_that_it_takes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives tests of a backend that is built for one size inputs of that size, in bf16, where they ask for none."""
+    """Gives tests of a backend that is built for one size inputs of that size, whatever they ask for, and bf16 ones in place of fp32."""
+    make = prefill_inputs
     for dim in {target.row.dim for target in targets_of(request.node)} - {None}:
-        fitting = functools.partial(prefill_inputs, k_dim=dim, v_dim=dim, dtype=torch.bfloat16)
-        for module in [module for module in list(sys.modules.values()) if getattr(module, "prefill_inputs", None) is prefill_inputs]:
+
+        def fitting(*lengths: Any, dim: int = dim, dtype: torch.dtype = torch.float32, **options: Any) -> Call:
+            options |= {"k_dim": dim, "v_dim": dim, "dtype": torch.bfloat16 if dtype == torch.float32 else dtype}
+            return make(*lengths, **options)
+
+        for module in [module for module in list(sys.modules.values()) if getattr(module, "prefill_inputs", None) is make]:
             monkeypatch.setattr(module, "prefill_inputs", fitting)
 
 

@@ -88,8 +88,8 @@ def test_split_elsewhere_is_close(target: Target, cuts: list[int], dtype: torch.
     call = prefill_inputs([150], dtype=dtype, device=target.device)
     o, pool = run(target, "chunk_kda", call)
     o_split, pool_split = in_pieces(target, "chunk_kda", call, cuts)
-    target.assert_agree(o_split, o, f"output cut at {cuts}", dtype)
-    target.assert_agree(pool_split, pool, f"pool cut at {cuts}", dtype)
+    target.assert_agree(o_split, o, f"output cut at {cuts}", call["q"].dtype)
+    target.assert_agree(pool_split, pool, f"pool cut at {cuts}", call["q"].dtype)
 
 
 @pytest.mark.parametrize("heads", [2, 70])

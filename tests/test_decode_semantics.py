@@ -180,7 +180,7 @@ def test_every_length_below_a_chunk_then_one_decode_step(target: Target, op: str
     target.run(op, first)
     last = whole | {name: whole[name][0, ends - 1][:, None] for name in ("q", "k", "v", "g", "beta")}
     step = decode_step(last | {"initial_state": first["initial_state"]}, 0, whole["initial_state_indices"])
-    target.check_decode(step)
+    target.decoder.check_decode(step)
     o = target.check_prefill(op, whole)
     target.assert_agree(step["out"][:, 0], o[0, ends - 1], "last token decoded against prefilled")
     target.assert_agree(first["initial_state"], whole["initial_state"], "states of the two")
@@ -198,7 +198,7 @@ def test_prefill_then_decode_is_a_longer_prefill(target: Target, lower_bound: fl
     decoded = []
     for token in range(tokens, tokens + steps):
         step = decode_step(whole | {"initial_state": pool}, token, whole["initial_state_indices"])
-        decoded.append(target.check_decode(step))
+        decoded.append(target.decoder.check_decode(step))
     o = target.run("chunk_kda", whole)
     target.assert_agree(torch.cat(decoded, 1), o[:, tokens:], "decoded tokens")
     target.assert_agree(pool, whole["initial_state"], "pool after decoding")

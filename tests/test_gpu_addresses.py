@@ -119,8 +119,8 @@ def in_a_long_pack(ends: Call, middle: list[int], between: Callable[[Tensor], Te
 
 def test_tokens_far_apart(serving_target: Target, op: str):
     """One token of a chunk lies more than 2^31 elements behind another."""
-    length, D, stride = 70, 64, 2**26
-    plain = prefill_inputs([length], heads=2, k_dim=D, v_dim=D, dtype=torch.bfloat16, device=serving_target.device)
+    length, stride = 70, 2**26
+    plain = prefill_inputs([length], k_dim=64, v_dim=64, dtype=torch.bfloat16, device=serving_target.device)
     size = plain["q"][0, 0].numel()
     assert 64 * stride > BEYOND
 
@@ -142,8 +142,8 @@ def test_tokens_far_apart(serving_target: Target, op: str):
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 def test_batches_far_apart(serving_target: Target, op: str, offset: int):
     """q, k, v, g and beta as columns of one buffer, the rows of each batch more than 2^31 elements behind those before."""
-    batch, length, D = 3, 70, 64
-    plain = prefill_inputs([length] * batch, batched=True, heads=2, k_dim=D, v_dim=D, dtype=torch.bfloat16, device=serving_target.device)
+    batch, length = 3, 70
+    plain = prefill_inputs([length] * batch, batched=True, k_dim=64, v_dim=64, dtype=torch.bfloat16, device=serving_target.device)
     size = plain["q"][0].numel()
 
     def run(stride: int) -> dict[str, Tensor]:

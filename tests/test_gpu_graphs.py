@@ -53,7 +53,7 @@ def step(lengths: list[int], gate: str, device: str, seed: int) -> Call:
     call["snapshots"] = snapshots(draw.sample(entries, SAVED), device)
     chunks = [draw.randint(-1, (length - 1) // 64) if length else -1 for length in lengths]
     call["track_chunk_idx"] = torch.tensor(chunks, dtype=torch.int32, device=device)
-    call["track_state"] = torch.full((SEQUENCES, 4, 64, 64), NAN, device=device)
+    call["track_state"] = torch.full((SEQUENCES, *call["initial_state"].shape[1:]), NAN, device=device)
     return call
 
 
@@ -138,7 +138,7 @@ def test_a_graph_of_prefill_and_decode_steps(serving_target: Target):
             "mixed_qkv": torch.cat([whole[name][0, row].flatten(1) for name in ("q", "k", "v")], 1),
             "a": whole["g"][0, row].flatten(1),
             "b": whole["beta"][0, row],
-            "out": torch.full((3, 1, 2, 64), NAN, device=device),
+            "out": torch.full_like(whole["v"][0, row][:, None], NAN),
             "ssm_state_indices": whole["initial_state_indices"],
             "scale": None,
             **{name: whole[name] for name in ("A_log", "dt_bias", "lower_bound", "use_qk_l2norm_in_kernel", "initial_state")},
@@ -151,7 +151,7 @@ def test_a_graph_of_prefill_and_decode_steps(serving_target: Target):
     def run() -> torch.Tensor:
         o = serving_target.run("chunk_kda", prompt)
         for one in steps:
-            serving_target.run(DECODE, one)
+            serving_target.decoder.run(DECODE, one)
         return o
 
     for _ in range(2):

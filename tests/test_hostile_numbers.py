@@ -70,12 +70,13 @@ def test_keys_that_come_back(target: Target, op: str, period: int, normed: bool)
 @pytest.mark.parametrize("cosine", [0.5, 0.7, 0.9, 0.99, 1.0])
 @pytest.mark.parametrize("beta", [0.9, 1.0])
 def test_keys_at_an_angle(target: Target, op: str, cosine: float, beta: float):
-    length, D = 200, target.row.dim or 32
+    length = 200
+    call = prefill_inputs([length], heads=1, k_dim=32, v_dim=32, gate="none", device=target.device)
+    D = call["k"].shape[-1]
     common, own = unit(D), unit(length, D, seed=1)
     own = own - (own @ common)[:, None] * common
     own = own / own.norm(dim=-1, keepdim=True)
     keys = (math.sqrt(cosine) * common + math.sqrt(1 - cosine) * own).float()
-    call = prefill_inputs([length], heads=1, k_dim=D, v_dim=D, gate="none", device=target.device)
     call["k"] = keys.view(1, length, 1, D).to(target.device, call["k"].dtype)
     call["g"] = torch.full_like(call["g"], math.log(0.99))
     call["beta"] = torch.full_like(call["beta"], beta)
@@ -145,7 +146,7 @@ def test_decay_drawn_from_extremes(target: Target, op: str):
     generator = torch.Generator().manual_seed(0)
 
     def g(zero: Tensor) -> Tensor:
-        return levels[torch.randint(len(levels), zero.shape, generator=generator)].to(zero.device)
+        return levels[torch.randint(len(levels), zero.shape, generator=generator)].to(zero)
 
     target.check_prefill(op, hostile(200, g, v_heads=4, k_dim=32, device=target.device))
 
@@ -156,7 +157,7 @@ def test_extreme_logits(target: Target, op: str, lower_bound: float | None):
     generator = torch.Generator().manual_seed(0)
     levels = torch.tensor([-1e4, -90.0, -12.0, 0.0, 12.0, 90.0, 1e4])
     for name in ("g", "beta"):
-        call[name] = levels[torch.randint(len(levels), call[name].shape, generator=generator)].to(target.device)
+        call[name] = levels[torch.randint(len(levels), call[name].shape, generator=generator)].to(call[name])
     target.check_prefill(op, call, lower_bound=lower_bound, output_intermediate_states=True)
 
 
@@ -298,7 +299,7 @@ def test_long_decode_does_not_drift(target: Target, dtype: torch.dtype):
     start, states = tokens["initial_state"].clone(), {}
     pool, slot = tokens["initial_state"], int(tokens["initial_state_indices"][0])
     packed = torch.cat([tokens[name][0].flatten(1) for name in ("q", "k", "v")], 1)
-    a, b, outs = tokens["g"][0].flatten(1), tokens["beta"][0], torch.empty(steps, 1, 1, D, dtype=dtype, device=device)
+    a, b, outs = tokens["g"][0].flatten(1), tokens["beta"][0], torch.empty(steps, 1, 1, D, dtype=packed.dtype, device=device)
     fixed = {name: tokens[name] for name in ("A_log", "dt_bias", "lower_bound", "initial_state")}
     fixed |= {"scale": None, "use_qk_l2norm_in_kernel": True, "ssm_state_indices": tokens["initial_state_indices"]}
     for t in range(steps):
@@ -313,8 +314,8 @@ def test_long_decode_does_not_drift(target: Target, dtype: torch.dtype):
 @pytest.mark.long
 def test_long_prefill_does_not_drift(target: Target, op: str, dtype: torch.dtype):
     call = prefill_inputs([4096], heads=1, gate="none", dtype=dtype, device=target.device)
-    call["g"] = torch.full(call["g"].shape, math.log(0.99992), device=target.device)
-    call["beta"] = 0.01 * call["beta"].float()
+    call["g"] = torch.full_like(call["g"], math.log(0.99992))
+    call["beta"] = 0.01 * call["beta"]
     start, slot = call["initial_state"].clone(), int(call["initial_state_indices"][0])
     o = target.run(op, call)
     check_drift(target, op, call | {"initial_state": start}, {4096: call["initial_state"][slot]}, o)

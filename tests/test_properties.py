@@ -1,5 +1,7 @@
 """Random calls of every shape the contract allows, against the float64 recurrence."""
 
+from typing import Any
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,11 +15,38 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 32, 48)
 
 
+Form = tuple[dict[str, Any], bool, int]
+"""What kernels are compiled for: options of `prefill_inputs`, whether `h` is asked for, how many elements lie between slots and rows of the gate."""
+ANY = st.tuples(
+    st.fixed_dictionaries(
+        {
+            "k_dim": st.sampled_from(DIMS),
+            "v_dim": st.sampled_from(DIMS),
+            "dtype": st.sampled_from(DTYPES),
+            "pool_dtype": st.sampled_from(DTYPES),
+            "gate": st.sampled_from(["bounded", "softplus", "none"]),
+            "beta_is_raw": st.booleans(),
+            "batched": st.booleans(),
+        }
+    ),
+    st.booleans(),
+    st.integers(0, 9),
+)
+FEW = st.sampled_from(
+    [
+        ({"k_dim": 16, "v_dim": 48, "pool_dtype": torch.bfloat16, "gate": "softplus", "beta_is_raw": True, "batched": False}, True, 3),
+        ({"k_dim": 32, "v_dim": 32, "dtype": torch.bfloat16, "batched": True}, False, 0),
+        ({"k_dim": 48, "v_dim": 16, "dtype": torch.float16, "pool_dtype": torch.float16, "gate": "none", "batched": False}, False, 8),
+    ]
+)
+"""Where each takes a compiler seconds; `test_gpu_forms` has the others."""
+
+
 @st.composite
-def prefills(draw: st.DrawFn) -> tuple[Call, int, int]:
+def prefills(draw: st.DrawFn, forms: st.SearchStrategy[Form]) -> tuple[Call, int, int]:
     """A call on the CPU, how many padding rows it has, and how many elements lie between its slots."""
-    batched = draw(st.booleans())
-    if batched:
+    options, h, gap = draw(forms)
+    if options["batched"]:
         lengths = [draw(st.integers(1, 140))] * draw(st.integers(1, 4))
     else:
         lengths = draw(st.lists(st.integers(0, 3) | st.integers(0, 200) | st.sampled_from([0, 63, 64, 65, 128]), max_size=5))
@@ -26,15 +55,9 @@ def prefills(draw: st.DrawFn) -> tuple[Call, int, int]:
         lengths,
         heads=heads,
         v_heads=heads * draw(st.integers(1, 3)),
-        k_dim=draw(st.sampled_from(DIMS)),
-        v_dim=draw(st.sampled_from(DIMS)),
-        dtype=draw(st.sampled_from(DTYPES)),
-        pool_dtype=draw(st.sampled_from(DTYPES)),
-        gate=draw(st.sampled_from(["bounded", "softplus", "none"])),
-        beta_is_raw=draw(st.booleans()),
         slots=slots,
-        batched=batched,
         seed=draw(st.integers(0, 99)),
+        **options,
     )
     padded = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
     rows = draw(st.permutations(range(slots)))
@@ -44,10 +67,10 @@ def prefills(draw: st.DrawFn) -> tuple[Call, int, int]:
     call["snapshots"] = Snapshots([n for n, _ in saved], [t for _, t in saved], rows[len(lengths) : len(lengths) + len(saved)])
     call["track_chunk_idx"] = torch.tensor([draw(st.integers(-1, (length - 1) // 64)) for length in lengths], dtype=torch.int64)
     call["track_state"] = torch.full((len(lengths), *call["initial_state"].shape[1:]), torch.nan)
-    call["output_intermediate_states"] = draw(st.booleans())
+    call["output_intermediate_states"] = h
     if draw(st.booleans()):
         call["plan"] = plan_prefill(lengths=lengths)
-    return call, 0 if batched else draw(st.integers(0, 9)), draw(st.integers(0, 9))
+    return call, 0 if options["batched"] else draw(st.integers(0, 9)), gap
 
 
 def on(device: str, call: Call) -> Call:
@@ -57,9 +80,9 @@ def on(device: str, call: Call) -> Call:
     return moved
 
 
-@given(drawn=prefills())
-def test_any_prefill(target: Target, op: str, drawn: tuple[Call, int, int]):
-    call, padding, gap = drawn
+@given(data=st.data())
+def test_any_prefill(target: Target, op: str, data: st.DataObject):
+    call, padding, gap = data.draw(prefills(FEW if target.compiles else ANY))
     call = on(target.device, call)
     for name in ("q", "k", "v", "g", "beta"):
         call[name] = with_tail(call[name], padding)
