@@ -121,5 +121,6 @@ def test_a_gpu_is_measured(command: str, narrow_plain_terminal: None, monkeypatc
         assert row["device"] == torch.cuda.get_device_name()
         assert row["extra_bytes"] >= 0
         assert row["eager_ms"] > 0
+        assert row["queued_ms"] > 0
         assert row["host_ms"] > 0
         assert ("graph_ms" in row) != ("graph_reason" in row)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kdaserve.bench.limits import Limits, clock_mhz, device_name, measure_limits
 from kdaserve.bench.providers import Arguments, Provider, Run, UnableError, exact_results
-from kdaserve.bench.timing import Times, eager, extra_memory, replayed, settle
+from kdaserve.bench.timing import Times, ahead, eager, extra_memory, replayed, settle
 from kdaserve.errors import dtype_name, error
 from kdaserve.testing.cases import Case
 from kdaserve.testing.compare import relative_error
@@ -149,6 +149,8 @@ class Bench:
         """Milliseconds and bytes of a run."""
         once = eager(run.call, run.reset, self.device, self.rounds)
         row: Row = {**_three("eager", once.elapsed), "host_ms": _rounded(once.host)}
+        if self.device.type == "cuda":
+            row |= _three("queued", ahead(run.call, run.reset, self.device, self.rounds))
         extra = extra_memory(run.call, self.device)
         if extra is not None:
             given = sum(value.nbytes for value in arguments.values() if isinstance(value, Tensor))

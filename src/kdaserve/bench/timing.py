@@ -103,7 +103,7 @@ def replayed(call: Call, reset: Call, device: torch.device, rounds: int | None =
 
 
 def ahead(call: Call, reset: Call, device: torch.device, rounds: int | None = None) -> Times:
-    """Times a call on a GPU while the host is ahead of it: device time alone, if the host needs less than the flush before it."""
+    """Times a call that waits on a GPU behind the flush: device time alone, if the host needs less than that takes."""
     events = []
     for _ in _rounds(call, device, rounds):
         reset()
