@@ -316,12 +316,13 @@ def test_one_decay_everywhere(decay: float, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("strong", [-5.0, -6.0, -50.0])
-def test_wide_chunks_beside_others(strong: float):
+@pytest.mark.parametrize("channels", [1, 8, 9, 70])
+def test_wide_chunks_beside_others(strong: float, channels: int):
     """One head, some channels, some chunks of one sequence: -5 is not wide yet."""
 
     def decay(g: Tensor) -> Tensor:
         g -= 1e-2
-        g[:, 60:170, 1, 5:9] = strong
+        g[:, 60:170, 1, 5 : 5 + channels] = strong
         g[:, 230:, 0, 100] = strong
         return g
 

@@ -25,10 +25,10 @@ PREPARE = {
     "prepare-order": 0,
     "prepare-batch": 0,
     "prepare-fp16": 0,
-    # What only the branch for chunks that decay widely uses.
-    "prepare-wide": 104,
-    "prepare-softplus": 96,
-    "prepare-no-gate": 88,
+    # For the branches of chunks that decay widely; ten of the numbers are put away in the loop over the slices.
+    "prepare-wide": 136,
+    "prepare-softplus": 120,
+    "prepare-no-gate": 144,
 }
 """Bytes of stack a thread, at most."""
 WIDE = ("prepare-wide", "prepare-softplus", "prepare-no-gate")
@@ -116,12 +116,13 @@ def test_the_last_chunk_is_stored_16_bytes_at_a_time(built: dict[str, dict[str, 
 def test_prepare_copies_boxes_and_stores_16_bytes_at_a_time(built: dict[str, dict[str, Any]], name: str):
     """q, k and g by TMA, six boxes.
 
-    What threads load are beta and parameters of a head, keys that repeat and their gates, a channel a thread, and wide chunks, 16 bytes at a time.
+    What threads load are beta and parameters of a head, keys that repeat and their gates, a channel a thread, and wide chunks, 16 bytes at a time,
+    or of a few wide channels two tokens a thread, which are stored likewise.
     """
     loads, stores = built[name]["loads"], built[name]["stores"]
     assert built[name]["copies"] == 6
-    assert loads["LDG.E.U16"] <= 1 + 16
+    assert loads["LDG.E.U16"] <= 1 + 16 + (6 if name in WIDE else 0)
     assert {*loads} <= {"LDG.E", "LDG.E.U16", *(["LDG.E.128"] if name in WIDE else [])}
     assert stores["STG.E.128"] >= 12 + 16
-    assert {*stores} <= {"STG.E.128", "STG.E.64", "STG.E"}
+    assert {*stores} <= {"STG.E.128", "STG.E.64", "STG.E", *(["STG.E.U16"] if name in WIDE else [])}
     assert stores["STG.E.64"] + stores.get("STG.E", 0) <= 5

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ from kdaserve.testing import assert_close, assert_same_bits
 
 SCALE, LOWER_BOUND = 128**-0.5, -5.0
 BF16, FP16, NAN = torch.bfloat16, torch.float16, float("nan")
-launch, prepare, levels = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "levels")
+launch, prepare, levels, pairs = gluon_on_cpu.load_modules("kdaserve.ops.chunk_kda.sm90", "launch", "prepare", "levels", "pairs")
 Call = dict[str, Any]
 
 
 def inputs(
     lengths: list[int], heads: int = 1, kind: str = "random", v_heads: int = 0, padding: int = 0, dtype: torch.dtype = BF16, batch: int = 1
 ) -> Call:
-    """Bounded gate with parameters, raw beta; `kind` makes them hostile. With a batch all sequences have the one length."""
+    """Bounded gate with parameters, raw beta; `kind` makes them hostile, or with "of" so many channels. With a batch all lengths are the one."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -33,6 +34,7 @@ def inputs(
 
     HV, T = v_heads or heads, sum(lengths) + padding
     q, k, g, beta = normal(batch, T, heads, 128), normal(batch, T, heads, 128), normal(batch, T, HV, 128), normal(batch, T, HV)
+    kind, _, channels = kind.partition(" of ")
     name, _, number = kind.partition(" ")
     if name == "period":
         k = k[:, torch.arange(T) % int(number)]
@@ -67,6 +69,8 @@ def inputs(
         k = k[:, torch.arange(T) % int(number)]
         k[..., 5] *= 0.1
         g = torch.where(torch.arange(128) == 5, 50.0, 1e-3).expand_as(g)
+    if channels:
+        g = torch.where(torch.arange(128) % (128 // int(channels)) == 0, g, 1e-3)
     x = {"q": q.to(dtype).contiguous(), "k": k.to(dtype).contiguous(), "g": g.to(dtype).contiguous(), "beta": beta.to(dtype)}
     x |= {"A_log": torch.rand(HV, generator=generator) if name != "one" else torch.zeros(HV), "dt_bias": torch.rand(HV * 128, generator=generator)}
     if name == "A":
@@ -297,46 +301,60 @@ def test_one_key_at_every_token(dtype: torch.dtype):
 
 
 @pytest.fixture
-def by_levels(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of the chunks that are computed by levels."""
-    found: list[int] = []
+def ways(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
+    """Tokens of the chunks that are computed by levels, and of those of which some channels are, pair by pair."""
+    found: dict[str, list[int]] = {}
 
-    def meet_by_levels(*args: Any) -> Any:
-        found.append(int(args[inspect.getfullargspec(levels.meet_by_levels.function).args.index("rows")]))
-        return levels.meet_by_levels(*args)
+    def noted(function: Any) -> Callable:
+        name, names = function.function.__name__, inspect.getfullargspec(function.function).args
+        found[name] = []
 
-    monkeypatch.setattr(prepare, "meet_by_levels", meet_by_levels)
+        def noting(*args: Any) -> Any:
+            found[name].append(int(args[names.index("rows")]))
+            return function(*args)
+
+        return noting
+
+    monkeypatch.setattr(prepare, "meet_by_levels", noted(levels.meet_by_levels))
+    monkeypatch.setattr(prepare, "add_pairs", noted(pairs.add_pairs))
     return found
 
 
 @pytest.mark.parametrize("gate", ["none", "softplus", "bounded"])
-def test_chunks_that_decay_widely(by_levels: list[int], gate: str):
-    """Of three, that in which a channel decays by more than 2 ** 124 over 16 tokens; the bounded gate does not get there. None of no tokens."""
+def test_chunks_that_decay_widely(ways: dict[str, list[int]], gate: str):
+    """Of three, those in which channels decay by more than 2 ** 124 over 16 tokens; the bounded gate does not get there."""
     x = inputs([180])
     x["g"].fill_(-1.0 if gate == "none" else -20.0)
-    x["g"][:, 144:160, :, 5] = -6.0 if gate == "none" else 20.0
+    strong = -6.0 if gate == "none" else 20.0
+    x["g"][:, 80:96, :, 5:14] = strong
+    x["g"][:, 144:160, :, 5:13] = strong
     records(x, gate=gate, wide=True)
-    assert by_levels == ([] if gate == "bounded" else [52])
+    assert ways == {"meet_by_levels": [] if gate == "bounded" else [64], "add_pairs": [] if gate == "bounded" else [52]}
 
 
-@pytest.mark.parametrize("kind", ["times 10", "times 100", "times 1e4", "rare .01", "rare .1", "rare .5", "rare 1", "once 1e6", "once 200"])
+KINDS = ["times 10", "times 100", "times 1e4", "rare .01", "rare .1", "rare .5", "rare 1", "once 1e6", "once 200"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_wide_decay(by_levels: list[int], kind: str, l2norm: bool):
-    check([64, 5, 100], kind=kind, gate="none", l2norm=l2norm, unit_keys=not l2norm)
-    assert {64, 36} <= {*by_levels}
+@pytest.mark.parametrize("channels", [1, 8, 128])
+def test_wide_decay(ways: dict[str, list[int]], kind: str, l2norm: bool, channels: int):
+    check([64, 5, 100], kind=f"{kind} of {channels}", gate="none", l2norm=l2norm, unit_keys=not l2norm)
+    assert 64 in ways["meet_by_levels" if channels > 8 else "add_pairs"]
 
 
 @pytest.mark.parametrize("number", [1.0, 4.0, 16.0])
-def test_wide_softplus(by_levels: list[int], number: float):
+def test_wide_softplus(ways: dict[str, list[int]], number: float):
     """Some channels decay by up to e ** -16 a logit, others hardly."""
     check([70, 130], 2, f"A {number}", v_heads=4, padding=70, gate="softplus")
-    assert bool(by_levels) == (number > 1)
+    assert any(ways.values()) == (number > 1)
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 31, 32, 33, 48, 63])
-def test_wide_chunks_that_are_not_full(by_levels: list[int], tokens: int):
-    check([tokens], kind="rare .3", gate="none", padding=8)
-    assert by_levels == [tokens]
+@pytest.mark.parametrize("channels", [8, 128])
+def test_wide_chunks_that_are_not_full(ways: dict[str, list[int]], tokens: int, channels: int):
+    check([tokens], kind=f"rare .3 of {channels}", gate="none", padding=8)
+    assert ways["meet_by_levels"] + ways["add_pairs"] == [tokens]
 
 
 def test_wide_decay_of_fp16():
@@ -346,13 +364,13 @@ def test_wide_decay_of_fp16():
 
 @pytest.mark.parametrize("period", [1, 2, 40])
 @pytest.mark.parametrize("l2norm", [True, False])
-def test_keys_that_repeat_in_wide_chunks(by_levels: list[int], period: int, l2norm: bool):
+def test_keys_that_repeat_in_wide_chunks(ways: dict[str, list[int]], period: int, l2norm: bool):
     assert check([64, 70], kind=f"recurring {period}", gate="none", l2norm=l2norm, unit_keys=not l2norm) >= 2
-    assert by_levels.count(64) == 2
+    assert (ways["meet_by_levels"] + ways["add_pairs"]).count(64) == 2
 
 
 def test_a_missing_fence_is_found(monkeypatch: pytest.MonkeyPatch):
-    for module, kind, gate in ((prepare, "random", "bounded"), (levels, "times 100", "none")):
+    for module, kind, gate in ((prepare, "random", "bounded"), (levels, "times 100", "none"), (pairs, "times 100 of 8", "none")):
         with monkeypatch.context() as patched:
             patched.setattr(module, "fence_async_shared", lambda: None)
             with pytest.raises(AssertionError, match="barrier behind a fence"):

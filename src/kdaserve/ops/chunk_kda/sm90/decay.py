@@ -164,13 +164,15 @@ def running_decay(xs, b_bias, i_t, rows, inner, outer, GATE: gl.constexpr):
 
 
 @gluon.jit
-def decay_factors(b_total, b_widest, p_decay):
+def decay_factors(b_total, sWidest, p_decay):
     """Factors `[4, BS]` of the channels from the log decays of the quarters, and the decay of the chunk to memory.
 
+    Args:
+        sWidest: `[1, BS]`, for the widest log decays of a quarter: no token is further from the middle of its half. Or None.
+
     Returns:
-        b_widest, or the widest log decays of a quarter so far, `[1, BS]` in OWN: no token is further from the middle of its half. Factors from the
-        chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of the halves, and
-        from the boundary to the second middle (two factors, as their product may be too small for one).
+        Factors from the chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of
+        the halves, and from the boundary to the second middle (two factors, as their product may be too small for one).
     """
     QUARTERS: gl.constexpr = gl.SliceLayout(1, PIECE)
     sT = gl.allocate_shared_memory(gl.float32, [4, BS], PLAIN)
@@ -192,14 +194,15 @@ def decay_factors(b_total, b_widest, p_decay):
     sW.store(ex2(gl.where(late, 0.0, b_1)))
     sX.store(ex2(gl.where(late, 0.0, b_2)))
     gl.store(p_decay + o_c + 0 * i_4, ex2(gl.where(i_4 >= 0, (b_0 + b_1) + (b_2 + b_3), 0.0)), mask=(i_4 == 0) & (o_c >= 0))
-    b_widest = gl.maximum(b_widest, gl.maximum(gl.maximum(-b_0, -b_1), gl.maximum(-b_2, -b_3)))
+    if sWidest is not None:
+        sWidest.store(gl.maximum(gl.maximum(-b_0, -b_1), gl.maximum(-b_2, -b_3)))
     gl.thread_barrier()
-    return b_widest, sU.load(QUARTERS)[:, None, :], sV.load(QUARTERS)[:, None, :], sW.load(QUARTERS)[:, None, :], sX.load(QUARTERS)[:, None, :]
+    return sU.load(QUARTERS)[:, None, :], sV.load(QUARTERS)[:, None, :], sW.load(QUARTERS)[:, None, :], sX.load(QUARTERS)[:, None, :]
 
 
 @gluon.jit
 def decay_slice(
-    s, sK, sQ, sG, sX, sBias, p_tile, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE: gl.constexpr
+    s, sK, sQ, sG, sX, sBias, p_tile, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest, GATE: gl.constexpr
 ):  # fmt: skip
     """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
@@ -207,9 +210,7 @@ def decay_slice(
         sK, sQ, sG: `[64, BS]`, k, q and gate logits, and in their places afterwards rows of k, rows of q, and columns for tokens of the same half.
         sX: likewise, columns of the first half for the second.
         sBias: `[2, BS]`, or None; p_tile, p_decay: the channels of the slice begin at s * BS; o_c are those of a thread.
-
-    Returns:
-        b_widest, or the widest log decays of a quarter so far, by channel.
+        sWidest: `[1, BS]`, for the widest log decays of a quarter, or None.
     """
     xs = pieces_of(sG)
     ks = pieces_of(sK)
@@ -223,7 +224,7 @@ def decay_slice(
     b_total = gl.sum(b_group, 1)
     i_4 = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, PIECE)))[:, None]
     b_start = gl.associative_scan(b_group, 1, add) - b_group - gl.where((i_4 & 1) == 0, b_total, 0.0)[:, None, :]  # from the middle to the group
-    b_widest, u, v, w, x = decay_factors(b_total, b_widest, p_decay + s * BS)
+    u, v, w, x = decay_factors(b_total, sWidest, p_decay + s * BS)
     Rks = ()
     Rqs = ()
     Cs = ()
@@ -246,4 +247,3 @@ def decay_slice(
     sQ._reinterpret(gl.bfloat16, [C, BS], TILE).store(rows_of(Rqs))
     sG._reinterpret(gl.bfloat16, [C, BS], TILE).store(rows_of(Cs))
     sX.store(rows_of(Xs))
-    return b_widest

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, ex2, gate, tokens_of, wide
+from kdaserve.ops.chunk_kda.sm90.decay import BS, ex2, gate, wide
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, BOX_ROWS, TILE, C, here
 from kdaserve.ops.chunk_kda.sm90.space import K
 from kdaserve.ops.jit import chunking
@@ -105,15 +105,15 @@ def copy_out(sTile, p_tile):
 
 @gluon.jit
 def meet_by_levels(
-    p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, k_norms, q_norms, rows, inner, outer, sKQ, sG, sX, GATE: gl.constexpr
+    p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, sNorm, sNormQ, rows, inner, outer, sKQ, sG, sX, GATE: gl.constexpr
 ):  # fmt: skip
     """The products that `finish` takes, each `[64, 32]`, for any decay, and kd, qd and ke to the record; the decay of the chunk is there.
 
     Args:
         sKQ, sG, sX: memory that nothing reads any more.
     """
-    k_norm = gl.convert_layout(tokens_of(k_norms), TOKEN)[:, None]
-    q_norm = gl.convert_layout(tokens_of(q_norms), TOKEN)[:, None]
+    k_norm = sNorm.load(TOKEN)[:, None]
+    q_norm = sNormQ.load(TOKEN)[:, None]
     sHigh = sX.index(0)
     sLow = sX.index(1)
     sk = sG.index(0)._reinterpret(p_k.dtype.element_ty, [C, BS], TILE)

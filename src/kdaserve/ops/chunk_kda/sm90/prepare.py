@@ -23,11 +23,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, mma_v2, warpgroup_mma, warpgroup_mma_wait
 
-from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, OWN, TB, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
+from kdaserve.ops.chunk_kda.sm90.decay import BS, CHANNELS, LOG2_E, TB, TOKENS, decay_slice, ex2, gate_factors, norms, tokens_of
 from kdaserve.ops.chunk_kda.sm90.inputs import beta_of, box, copy_slices, load_beta, mask_chunk
 from kdaserve.ops.chunk_kda.sm90.inverse import inverse32
 from kdaserve.ops.chunk_kda.sm90.layouts import ACC, HALVES, LINE, LINES, PAIRS, PLAIN, TILE, VECTOR, C, by_halves, half_row_col, side_by_side
-from kdaserve.ops.chunk_kda.sm90.levels import WIDEST, meet_by_levels
+from kdaserve.ops.chunk_kda.sm90.levels import meet_by_levels
+from kdaserve.ops.chunk_kda.sm90.pairs import FEW, add_pairs, take_out, wide_channels
 from kdaserve.ops.chunk_kda.sm90.places import chunk_of, side_jobs
 from kdaserve.ops.chunk_kda.sm90.repeats import NEAR, OFTEN, without_repetitions
 from kdaserve.ops.chunk_kda.sm90.space import RECORD, K
@@ -65,13 +66,21 @@ def meet_slice(s, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
 
 @gluon.jit
 def finish(
-    k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sS, rows, p_k, p_g, p_bias, p_ke, k_t, g_t, inner, outer,
-    GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr,
+    k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sPairs, sS, rows, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t,
+    inner, outer, GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The q.k of E10 and E7, M beta: to memory. The six products `[64, 32]` hold row r of the chunk in row r; sS is where they had their operands."""
     half, row, col = half_row_col()
     b_A = gl.where(half == 0, by_halves(k1), by_halves(k2))
     b_Ax = by_halves(kx)
+    b_qk = gl.where(half == 0, by_halves(q1), by_halves(q2))
+    b_qkx = by_halves(qx)
+    if WIDE:
+        if few:
+            b_A, b_Ax, b_qk, b_qkx = add_pairs(
+                b_A, b_Ax, b_qk, b_qkx, sPairs, sNorm, sNormQ, sWidest, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, rows, inner, outer, GATE
+            )  # fmt: skip
+    p_ke = p_tiles + 2 * C * K
     b_square = gl.full([2, 32], 1.0, gl.float32, gl.SliceLayout(2, HALVES))
     if not L2NORM:
         b_square = gl.sum(gl.where(row == col, b_A, 0.0), 2)
@@ -79,8 +88,7 @@ def finish(
     sNear.store((b_most > NEAR * b_square).to(gl.int32))
     gl.thread_barrier()  # and no product reads its operands any more, whose memory is used again from here on
     repetitions = gl.sum(sNear._reinterpret(gl.int32, [C], LINE).load(PAIRS), 0)
-    b_qk = gl.where(row >= col, gl.where(half == 0, by_halves(q1), by_halves(q2)), 0.0)
-    b_qkx = by_halves(qx)
+    b_qk = gl.where(row >= col, b_qk, 0.0)
     beta_row = beta_of(sBeta.load(gl.SliceLayout(2, HALVES)), BETA_RAW)[:, :, None]
     beta_col = beta_of(sBeta.load(gl.SliceLayout(1, HALVES)), BETA_RAW)[:, None, :]
     beta_first = beta_of(sBeta._reinterpret(sBeta.dtype, [2, 32], LINE).index(0).load(gl.SliceLayout(0, PRODUCT)), BETA_RAW)[None, :]
@@ -181,6 +189,14 @@ def prepare_kernel(
     k_norms = norms(box(sKQ, 0, d_k.dtype), box(sKQ, 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
     q_norms = norms(box(sKQ, 2, d_q.dtype), box(sKQ, 3, d_q.dtype), i_t, rows, scale, L2NORM)
     sNorm.store(tokens_of(k_norms))
+    sNormQ = None
+    sWide = None
+    sPairs = None
+    if WIDE:
+        sNormQ = gl.allocate_shared_memory(gl.float32, [C], LINE)
+        sNormQ.store(tokens_of(q_norms))
+        sWide = gl.allocate_shared_memory(gl.float32, [2, 1, BS], PLAIN)
+        sPairs = gl.allocate_shared_memory(gl.float32, [4, C], LINE)
     sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
     sBias = p_bias
     if p_bias is not None:
@@ -191,29 +207,41 @@ def prepare_kernel(
     if GATE != "none":
         a = ex2(log_a.to(gl.float32) * LOG2_E)
     inner, outer = gate_factors(a, lower_bound, GATE)
-    b_widest = gl.zeros([1, BS], gl.float32, OWN)
     for s in range(2):  # a loop: written out, the code would be twice as long
-        b_widest = decay_slice(
+        sWidest = None
+        if WIDE:
+            sWidest = sWide.index(s)
+        decay_slice(
             s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
-            sBias, p_tiles, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, b_widest, GATE,
+            sBias, p_tiles, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest, GATE,
         )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
-    if not WIDE:
-        k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
-    elif gl.max(gl.max(b_widest, 1), 0) > WIDEST:
-        k1, k2, kx, q1, q2, qx = meet_by_levels(
-            p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, k_norms, q_norms, rows, inner, outer, sKQ, sG, sX, GATE
-        )  # fmt: skip
+    few = False
+    if WIDE:
+        wide = gl.sum((wide_channels(sWide) >= 0).to(gl.int32), 0)
+        few = (wide > 0) & (wide <= FEW)
+        if few:
+            take_out(sWide, sKQ, sG, sX)
+        if wide <= FEW:
+            k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
+        else:
+            k1, k2, kx, q1, q2, qx = meet_by_levels(
+                p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, sNorm, sNormQ, rows, inner, outer, sKQ, sG, sX, GATE
+            )  # fmt: skip
     else:
         k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
     sG._keep_alive()
     sX._keep_alive()
     finish(
-        k1, k2, kx, q1, q2, qx, sNear, sNorm, sBeta, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
-        p_k, p_g, p_bias, p_tiles + 2 * C * K, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW,
+        k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWide, sPairs, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
+        p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW, WIDE,
     )  # fmt: skip
     sKQ._keep_alive()
     sNear._keep_alive()
     sNorm._keep_alive()
     sBeta._keep_alive()
+    if WIDE:
+        sNormQ._keep_alive()
+        sWide._keep_alive()
+        sPairs._keep_alive()
