@@ -164,11 +164,11 @@ def running_decay(xs, b_bias, i_t, rows, inner, outer, GATE: gl.constexpr):
 
 
 @gluon.jit
-def decay_factors(b_total, sWidest, p_decay):
+def decay_factors(b_total, sWidest, p_decay, WIDE: gl.constexpr):
     """Factors `[4, BS]` of the channels from the log decays of the quarters, and the decay of the chunk to memory.
 
     Args:
-        sWidest: `[1, BS]`, for the widest log decays of a quarter: no token is further from the middle of its half. Or None.
+        sWidest: `[1, BS]`, if WIDE for the widest log decays of a quarter: no token is further from the middle of its half.
 
     Returns:
         Factors from the chunk's start to the middle of the quarter's half; from there to the chunk's end; from the first middle to the boundary of
@@ -194,7 +194,7 @@ def decay_factors(b_total, sWidest, p_decay):
     sW.store(ex2(gl.where(late, 0.0, b_1)))
     sX.store(ex2(gl.where(late, 0.0, b_2)))
     gl.store(p_decay + o_c + 0 * i_4, ex2(gl.where(i_4 >= 0, (b_0 + b_1) + (b_2 + b_3), 0.0)), mask=(i_4 == 0) & (o_c >= 0))
-    if sWidest is not None:
+    if WIDE:
         sWidest.store(gl.maximum(gl.maximum(-b_0, -b_1), gl.maximum(-b_2, -b_3)))
     gl.thread_barrier()
     return sU.load(QUARTERS)[:, None, :], sV.load(QUARTERS)[:, None, :], sW.load(QUARTERS)[:, None, :], sX.load(QUARTERS)[:, None, :]
@@ -202,7 +202,8 @@ def decay_factors(b_total, sWidest, p_decay):
 
 @gluon.jit
 def decay_slice(
-    s, sK, sQ, sG, sX, sBias, p_tile, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest, GATE: gl.constexpr
+    s, sK, sQ, sG, sX, sBias, p_tile, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest,
+    GATE: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """Slice s: its part of kd, qd, ke and of the chunk's decay to memory, the operands of E6 and of the q.k of E10 to shared memory.
 
@@ -210,7 +211,7 @@ def decay_slice(
         sK, sQ, sG: `[64, BS]`, k, q and gate logits, and in their places afterwards rows of k, rows of q, and columns for tokens of the same half.
         sX: likewise, columns of the first half for the second.
         sBias: `[2, BS]`, or None; p_tile, p_decay: the channels of the slice begin at s * BS; o_c are those of a thread.
-        sWidest: `[1, BS]`, for the widest log decays of a quarter, or None.
+        sWidest: see `decay_factors`.
     """
     xs = pieces_of(sG)
     ks = pieces_of(sK)
@@ -224,7 +225,7 @@ def decay_slice(
     b_total = gl.sum(b_group, 1)
     i_4 = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(1, PIECE)))[:, None]
     b_start = gl.associative_scan(b_group, 1, add) - b_group - gl.where((i_4 & 1) == 0, b_total, 0.0)[:, None, :]  # from the middle to the group
-    u, v, w, x = decay_factors(b_total, sWidest, p_decay + s * BS)
+    u, v, w, x = decay_factors(b_total, sWidest, p_decay + s * BS, WIDE)
     Rks = ()
     Rqs = ()
     Cs = ()

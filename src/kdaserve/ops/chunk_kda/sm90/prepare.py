@@ -189,14 +189,11 @@ def prepare_kernel(
     k_norms = norms(box(sKQ, 0, d_k.dtype), box(sKQ, 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
     q_norms = norms(box(sKQ, 2, d_q.dtype), box(sKQ, 3, d_q.dtype), i_t, rows, scale, L2NORM)
     sNorm.store(tokens_of(k_norms))
-    sNormQ = None
-    sWide = None
-    sPairs = None
+    sNormQ = gl.allocate_shared_memory(gl.float32, [C], LINE)
+    sWidest = gl.allocate_shared_memory(gl.float32, [2, 1, BS], PLAIN)
+    sPairs = gl.allocate_shared_memory(gl.float32, [4, C], LINE)
     if WIDE:
-        sNormQ = gl.allocate_shared_memory(gl.float32, [C], LINE)
         sNormQ.store(tokens_of(q_norms))
-        sWide = gl.allocate_shared_memory(gl.float32, [2, 1, BS], PLAIN)
-        sPairs = gl.allocate_shared_memory(gl.float32, [4, C], LINE)
     sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
     sBias = p_bias
     if p_bias is not None:
@@ -208,21 +205,18 @@ def prepare_kernel(
         a = ex2(log_a.to(gl.float32) * LOG2_E)
     inner, outer = gate_factors(a, lower_bound, GATE)
     for s in range(2):  # a loop: written out, the code would be twice as long
-        sWidest = None
-        if WIDE:
-            sWidest = sWide.index(s)
         decay_slice(
             s, box(sKQ, s, d_k.dtype), box(sKQ, 2 + s, d_q.dtype), box(sG, s, d_g.dtype), sX.index(s),
-            sBias, p_tiles, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest, GATE,
+            sBias, p_tiles, p_decay, k_norms, q_norms, inner, outer, i_t, o_c, rows, sWidest.index(s), GATE, WIDE,
         )  # fmt: skip
     fence_async_shared()
     gl.thread_barrier()
     few = False
     if WIDE:
-        wide = gl.sum((wide_channels(sWide) >= 0).to(gl.int32), 0)
+        wide = gl.sum((wide_channels(sWidest) >= 0).to(gl.int32), 0)
         few = (wide > 0) & (wide <= FEW)
         if few:
-            take_out(sWide, sKQ, sG, sX)
+            take_out(sWidest, sKQ, sG, sX)
         if wide <= FEW:
             k1, k2, kx, q1, q2, qx = meet(sKQ, sG, sX)
         else:
@@ -234,7 +228,7 @@ def prepare_kernel(
     sG._keep_alive()
     sX._keep_alive()
     finish(
-        k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWide, sPairs, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
+        k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sPairs, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
         p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW, WIDE,
     )  # fmt: skip
     sKQ._keep_alive()
@@ -243,5 +237,5 @@ def prepare_kernel(
     sBeta._keep_alive()
     if WIDE:
         sNormQ._keep_alive()
-        sWide._keep_alive()
+        sWidest._keep_alive()
         sPairs._keep_alive()
