@@ -63,6 +63,9 @@ def inputs(
         g = torch.where(torch.rand(g.shape, generator=generator) < float(number), 1e6, 0.0)
     if name == "once":
         g = torch.where(torch.arange(128) % 64 == torch.arange(T)[:, None, None] % 64, float(number), 1e-3).expand_as(g)
+    if name == "beside":
+        g = torch.where(torch.arange(T)[:, None, None] % 64 == 20, 1e6, float(number) * (1 + torch.rand(g.shape, generator=generator)))
+        q, k = (torch.where(torch.arange(128) % 16 == 0, t, 0.02 * t) for t in (q, k))
     if name == "small":
         k, q = 1e-3 * k, 1e-3 * q
     if name == "recurring":
@@ -341,6 +344,13 @@ KINDS = ["times 10", "times 100", "times 1e4", "rare .01", "rare .1", "rare .5",
 def test_wide_decay(ways: dict[str, list[int]], kind: str, l2norm: bool, channels: int):
     check([64, 5, 100], kind=f"{kind} of {channels}", gate="none", l2norm=l2norm, unit_keys=not l2norm)
     assert 64 in ways["meet_by_levels" if channels > 8 else "add_pairs"]
+
+
+@pytest.mark.parametrize("weak", [6e-4, 0.3])
+def test_strong_decay_costs_the_tokens_beside_it_no_digits(ways: dict[str, list[int]], weak: float):
+    """In wide channels that hold nearly all of q and k, so that nothing else hides their errors."""
+    check([64, 50], kind=f"beside {weak} of 8", gate="none")
+    assert ways == {"meet_by_levels": [], "add_pairs": [64, 50]}
 
 
 @pytest.mark.parametrize("number", [1.0, 4.0, 16.0])

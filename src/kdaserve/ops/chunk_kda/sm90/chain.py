@@ -325,6 +325,7 @@ def chain_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
     gl.thread_barrier()
     gl.warp_specialize(
         [

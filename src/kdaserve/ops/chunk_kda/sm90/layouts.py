@@ -7,6 +7,8 @@ from kdaserve.ops.jit.states import C
 
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 PAIRS = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
+EVERY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
+"""Of 128 numbers, which each warp has."""
 ACC = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 32, 16]))
 """Products `[64, 32]` of the asynchronous matrix units."""
 HALVES = gl.constexpr(

@@ -1,4 +1,4 @@
-"""Chunks that decay too widely for factors from the middle of a half, in the Hopper prepare kernel: a branch that takes no registers from others.
+"""Chunks in which many channels decay too widely for factors from the middle of a half, in the Hopper prepare kernel: a branch of its own.
 
 At a level two tokens of one block of 2 ** level tokens, one in either half, meet where the halves touch: the row's is decayed from there, the other
 to there, by factors <= 1 whatever the decay is. Levels go down from 6, the chunk, until no token is further than WIDEST from the middle of its block:

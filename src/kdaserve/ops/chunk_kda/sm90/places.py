@@ -3,12 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from kdaserve.ops.chunk_kda.sm90.layouts import LINES, PAIRS, C
+from kdaserve.ops.chunk_kda.sm90.layouts import EVERY_WARP, LINES, PAIRS, C
 from kdaserve.ops.chunk_kda.sm90.space import K
 
 AT_ONCE = gl.constexpr(128)
-EVERY_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))
-"""Of so many numbers, which each warp has."""
+"""Numbers in EVERY_WARP."""
 
 
 @gluon.jit

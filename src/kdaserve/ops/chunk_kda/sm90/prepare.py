@@ -5,9 +5,10 @@ k decayed to the chunk's end (64), and 64 rows of which the left half is the q.k
 
 **Where tokens meet.** A chunk of 64 tokens is four quarters. Tokens of a half meet at its middle: with e the log decay from there to the token, the
 row's factor is 2 ** e and the column's 2 ** -e. Both stay within 2 ** +-124 while no 16 tokens decay by more than that; for the bounded gate with
-lower_bound >= -5 this always holds; where it does not, tokens meet by levels (`levels`). All else follows from these two by factors <= 1 of a
-channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column times the decay from the middle to the end,
-and tokens of different halves meet at the middle of the second one, where the rows are the same and the columns get smaller still.
+lower_bound >= -5 this always holds; where it does not, a few channels are computed pair by pair (`pairs`), many by levels (`levels`). All else
+follows from these two by factors <= 1 of a channel: kd and qd are the rows times the decay from the chunk's start to the middle, ke is the column
+times the decay from the middle to the end, and tokens of different halves meet at the middle of the second one, where the rows are the same and the
+columns get smaller still.
 
 **Who has what.** In the part that is done element by element (`decay`) a warp has a quarter of the tokens; from the products on it has 16 rows of the
 chunk, and E7 (`inverse`) begins with four blocks of 16, one a warp, in registers. Where keys repeat, the chunk is written in another basis
@@ -66,7 +67,7 @@ def meet_slice(s, sKQ, sC, sX, k1, k2, kx, q1, q2, qx, FIRST: gl.constexpr):
 
 @gluon.jit
 def finish(
-    k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sPairs, sS, rows, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t,
+    k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sS, rows, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t,
     inner, outer, GATE: gl.constexpr, L2NORM: gl.constexpr, BETA_RAW: gl.constexpr, WIDE: gl.constexpr,
 ):  # fmt: skip
     """The q.k of E10 and E7, M beta: to memory. The six products `[64, 32]` hold row r of the chunk in row r; sS is where they had their operands."""
@@ -78,7 +79,7 @@ def finish(
     if WIDE:
         if few:
             b_A, b_Ax, b_qk, b_qkx = add_pairs(
-                b_A, b_Ax, b_qk, b_qkx, sPairs, sNorm, sNormQ, sWidest, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, rows, inner, outer, GATE
+                b_A, b_Ax, b_qk, b_qkx, sNorm, sNormQ, sWidest, p_q, p_k, p_g, p_bias, p_tiles, q_t, k_t, g_t, rows, inner, outer, GATE
             )  # fmt: skip
     p_ke = p_tiles + 2 * C * K
     b_square = gl.full([2, 32], 1.0, gl.float32, gl.SliceLayout(2, HALVES))
@@ -191,7 +192,6 @@ def prepare_kernel(
     sNorm.store(tokens_of(k_norms))
     sNormQ = gl.allocate_shared_memory(gl.float32, [C], LINE)
     sWidest = gl.allocate_shared_memory(gl.float32, [2, 1, BS], PLAIN)
-    sPairs = gl.allocate_shared_memory(gl.float32, [4, C], LINE)
     if WIDE:
         sNormQ.store(tokens_of(q_norms))
     sBeta._reinterpret(sBeta.dtype, [C], LINE).store(b_beta)
@@ -228,7 +228,7 @@ def prepare_kernel(
     sG._keep_alive()
     sX._keep_alive()
     finish(
-        k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sPairs, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
+        k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
         p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW, WIDE,
     )  # fmt: skip
     sKQ._keep_alive()
@@ -238,4 +238,3 @@ def prepare_kernel(
     if WIDE:
         sNormQ._keep_alive()
         sWidest._keep_alive()
-        sPairs._keep_alive()
