@@ -8,6 +8,7 @@ compilations themselves.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import importlib
 import json
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ pytest.importorskip("triton")
 import kdaserve
 from commands import run
 from kdaserve import KdaError, contract, dispatch
+from kdaserve.ops.chunk_kda import sm90
 from kdaserve.ops.chunk_kda.triton import config
 from kdaserve.ops.chunk_kda.triton.chain import chain_kernel
 from kdaserve.ops.chunk_kda.triton.prepare import prepare_kernel
@@ -31,7 +33,7 @@ from kdaserve.ops.packed_decode_kda.triton import packed_decode_kda_kernel
 from kdaserve.ops.recurrent_kda.triton import recurrent_kda_kernel
 from served import Served
 
-KERNELS = (prepare_kernel, chain_kernel, packed_decode_kda_kernel, recurrent_kda_kernel)
+KERNELS = (prepare_kernel, chain_kernel, packed_decode_kda_kernel, recurrent_kda_kernel, sm90.prepare_kernel, sm90.chain_kernel)
 HOPPER = (132, 227 * 1024)
 """Multiprocessors of an H200, and bytes of shared memory of a program."""
 interpreted = pytest.mark.skipif(not dispatch.INTERPRETED, reason="with a GPU the triton backend does not take tensors on the CPU")
@@ -49,6 +51,7 @@ MODELS: dict[str, Settings] = {
         "heads": 16, "v_heads": 128, "k_dim": 16, "v_dim": 16, "dt_bias": False, "dtype": torch.float16, "use_qk_l2norm_in_kernel": False,
     },
     "log-decay-fp32": {"heads": 3, "A_log": False, "beta_is_raw": False, "dtype": torch.float32, "index_dtypes": (torch.int32,), "v_dim": 96},
+    "hopper": {"backend": "sm90", "heads": 2, "v_heads": 4, "ops": ("chunk_kda",), "snapshots": True, "index_dtypes": (torch.int32,)},
     "int64-batched": {"heads": 8, "k_dim": 32, "v_dim": 32, "index_dtypes": (torch.int64,), "layouts": ("batched",), "track_state": True},
 }  # fmt: skip
 
@@ -75,7 +78,10 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel, "forms", dict.fromkeys(kernel.forms, Recorded()))
     for module in (config, chunking):
         monkeypatch.setattr(module, "INTERPRETED", False)
-    monkeypatch.setattr(chunking, "processor", lambda device: HOPPER)
+    for module in (sm90, chunking):
+        monkeypatch.setattr(module, "processor", lambda device: HOPPER)
+    here = [dataclasses.replace(row, devices=("cpu",), unavailable=lambda: None) if row.name == "sm90" else row for row in dispatch.BACKENDS]
+    monkeypatch.setattr(dispatch, "BACKENDS", tuple(here))
 
 
 def asked_for() -> set[tuple]:
@@ -92,18 +98,18 @@ def new_forms(settings: Settings, calls: Iterable[tuple[str, dict[str, Any]]]) -
     return asked_for() - before
 
 
-def on_cpu(settings: Settings) -> Settings:
-    return {**settings, "device": "cpu", "backend": "triton"}
+def on(device: str, settings: Settings) -> Settings:
+    return {"backend": "triton", **settings, "device": device}
 
 
 @interpreted
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("model", MODELS)
 def test_calls_ask_for_nothing_new(model: str):
-    settings = on_cpu(MODELS[model])
+    settings = on("cpu", MODELS[model])
     report = kdaserve.warmup(**settings)
     assert report.compiled == len(asked_for()) > 0
-    assert set(report.backends.values()) == {"triton"}
+    assert set(report.backends.values()) == {settings["backend"]}
     served = Served(settings)
     assert new_forms(settings, served.calls()) == set()
     assert kdaserve.warmup(**settings).compiled == 0
@@ -114,7 +120,7 @@ def test_calls_ask_for_nothing_new(model: str):
 @pytest.mark.parametrize("model", MODELS)
 def test_calls_ask_for_all_of_it(model: str):
     """The other way round, so that the calls above are wide enough and the warm-up compiles nothing in vain."""
-    settings = on_cpu(MODELS[model])
+    settings = on("cpu", MODELS[model])
     wanted = set[tuple]()
     for seed in range(10):
         wanted |= new_forms(settings, Served(settings, seed).calls())
@@ -146,7 +152,7 @@ def test_a_form_that_a_backend_forgets_is_found(monkeypatch: pytest.MonkeyPatch,
     module = importlib.import_module(f"kdaserve.ops.{op}.triton")
     whole = module.forms
     monkeypatch.setattr(module, "forms", lambda call: left_out(whole(call)))
-    settings = on_cpu(MODELS["kimi"]) | {"ops": (op,)}
+    settings = on("cpu", MODELS["kimi"]) | {"ops": (op,)}
     kdaserve.warmup(**settings)
     assert new_forms(settings, Served(settings).calls())
 
@@ -165,7 +171,7 @@ def test_a_form_that_a_backend_forgets_is_found(monkeypatch: pytest.MonkeyPatch,
 )  # fmt: skip
 def test_every_argument_matters(left_out: Settings):
     """Calls of another model than the one warmed up compile, and the count sees it."""
-    settings = on_cpu({"heads": 2, "k_dim": 32, "v_dim": 32, "lower_bound": -5.0, "snapshots": True, "track_state": True})
+    settings = on("cpu", {"heads": 2, "k_dim": 32, "v_dim": 32, "lower_bound": -5.0, "snapshots": True, "track_state": True})
     settings |= {"output_intermediate_states": True}
     kdaserve.warmup(**{**settings, **left_out})
     assert new_forms(settings, Served(settings).calls())
@@ -187,7 +193,7 @@ class Largest(TorchDispatchMode):
 @pytest.mark.usefixtures("recorded")
 @pytest.mark.parametrize("heads", [1, 12, 64, 128])
 def test_tensors_are_tiny(heads: int):
-    settings = on_cpu({"heads": heads, "output_intermediate_states": True, "track_state": True, "index_dtypes": (torch.int32,)})
+    settings = on("cpu", {"heads": heads, "output_intermediate_states": True, "track_state": True, "index_dtypes": (torch.int32,)})
     with Largest() as largest:
         kdaserve.warmup(**settings)
     assert 0 < largest.nbytes <= 20 * 2**20
@@ -197,7 +203,7 @@ def test_tensors_are_tiny(heads: int):
 def test_calls_are_real(monkeypatch: pytest.MonkeyPatch):
     """Kernels run, and tell how far they are."""
     cold(monkeypatch)
-    settings = on_cpu({"heads": 1, "k_dim": 16, "v_dim": 16, "index_dtypes": (torch.int32,), "layouts": ("packed",), "snapshots": True})
+    settings = on("cpu", {"heads": 1, "k_dim": 16, "v_dim": 16, "index_dtypes": (torch.int32,), "layouts": ("packed",), "snapshots": True})
     told: list[tuple[int, int]] = []
     report = kdaserve.warmup(**settings, progress=lambda done, steps: told.append((done, steps)))
     steps = told[0][1]
@@ -272,6 +278,7 @@ def test_wrong_options(options: tuple[str, ...], code: int, said: str):
 GPU_MODELS: dict[str, Settings] = {
     "kimi": MODELS["kimi"],
     "snapshots": {"heads": 4, "snapshots": True, "index_dtypes": (torch.int32,), "pool_dtype": torch.bfloat16},
+    "hopper": MODELS["hopper"],
 }
 
 
@@ -289,7 +296,9 @@ def test_nothing_compiles(monkeypatch: pytest.MonkeyPatch, model: str):
     for kernel in KERNELS:
         for form in kernel.forms.values():
             monkeypatch.setattr(form, "device_caches", collections.defaultdict(form.create_binder))
-    settings: Settings = {**GPU_MODELS[model], "device": "cuda", "backend": "triton"}
+    settings = on("cuda", GPU_MODELS[model])
+    if not next(status for status in kdaserve.backends() if status.name == settings["backend"]).available:
+        pytest.skip(f"{settings['backend']} cannot run here")
     op, call = next(Served(settings).calls())
     new_forms(settings, [(op, call)])
     assert compilations() > 0, "a call that nothing was compiled for is not counted"

@@ -217,7 +217,7 @@ class _Model:
             "v": self._zeros(*rows, HV, V, dtype=self.dtype, aligned=form.aligned),
             "g": self._zeros(*rows, HV, K, dtype=self.g_dtype, aligned=form.aligned),
             "beta": self._zeros(*rows, HV, dtype=self.beta_dtype),
-            "initial_state": self._zeros(1, HV, V, K, dtype=self.pool_dtype),
+            "initial_state": self._zeros(1, HV, V, K, dtype=self.pool_dtype, aligned=form.aligned),
             "initial_state_indices": self._padding(N, kind.index),
             "cu_seqlens": None if kind.cu_seqlens is None else self._zeros(N + 1, dtype=kind.cu_seqlens).index_fill_(0, self._last(N), 1),
             "output_intermediate_states": kind.h,
