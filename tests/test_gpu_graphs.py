@@ -13,7 +13,7 @@ import oracle
 from conftest import Call, Target
 from gpu import DATA, captured, decay_in_places, no_syncs, results, snapshots
 from helpers import DECODE, NAN
-from kdaserve import plan_prefill
+from kdaserve import ContractError, Snapshots, plan_prefill
 from kdaserve.testing import assert_same_bits, decode_inputs, prefill_inputs
 from test_pool_semantics import cloned, with_tail
 
@@ -151,7 +151,7 @@ def test_a_graph_of_prefill_and_decode_steps(serving_target: Target):
     def run() -> torch.Tensor:
         o = serving_target.run("chunk_kda", prompt)
         for one in steps:
-            serving_target.decoder.run(DECODE, one)
+            serving_target.with_op(DECODE).run(DECODE, one)
         return o
 
     for _ in range(2):
@@ -172,6 +172,15 @@ def test_a_graph_of_prefill_and_decode_steps(serving_target: Target):
 
 
 # Nothing waits
+
+
+def test_snapshots_on_the_host_are_not_captured(serving_target: Target, op: str):
+    """The graph would keep a copy of the lists, which follows no later list, and whose memory is given away when the list changes."""
+    call = prefill_inputs([70], slots=2, device=serving_target.device, **SIZES)
+    call["snapshots"] = Snapshots([0], [64], [1])
+    with pytest.raises(ContractError, match=r"KDA107.*`snapshots.sequence` is on cpu"):
+        captured(serving_target, op, call)
+    serving_target.run(op, call)  # and nothing is left of the attempt
 
 
 def test_no_sync_is_seen_when_there_is_one(serving_target: Target):

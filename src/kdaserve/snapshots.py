@@ -25,7 +25,7 @@ class Snapshots:
             sequence of the same call, nor be named twice.
 
     Each is a list of integers or an int32 or int64 tensor; several entries may name one sequence. Ranges are checked when the entries are
-    on the host, and with ``check="values"`` anywhere.
+    on the host, and with ``check="values"`` anywhere. In a CUDA graph they must be tensors on the device, which each replay reads anew.
 
     Raises:
         ContractError: KDA119 when the three differ in length or hold anything but integers.
@@ -53,17 +53,24 @@ class Snapshots:
         """Whether reading the entries costs no device sync."""
         return all(t.device.type == "cpu" for t in (self.sequence, self.tokens, self.slot))
 
-    def on(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """`sequence`, `tokens` and `slot`, dense, on a device; what is on the host is copied there once, and again only if it has changed."""
-        return self._on("sequence", device), self._on("tokens", device), self._on("slot", device)
+    def on(self, device: torch.device, op: str) -> tuple[Tensor, Tensor, Tensor]:
+        """`sequence`, `tokens` and `slot`, dense, on the device of a call; what is on the host is copied there once, and again only if it changed.
 
-    def _on(self, name: str, device: torch.device) -> Tensor:
+        Raises: KDA107 when they are on another device, or on the host while a CUDA graph is captured, whose copy would not follow.
+        """
+        return self._on("sequence", device, op), self._on("tokens", device, op), self._on("slot", device, op)
+
+    def _on(self, name: str, device: torch.device, op: str) -> Tensor:
         values: Tensor = getattr(self, name)
         if values.device == device:
             return values.contiguous()
+        if values.device.type != "cpu" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            raise error("KDA107", op=op, argument=f"snapshots.{name}", got=values.device, expected=device, source="q")
         known = self._copies.get((name, device))
         if known is None or not torch.equal(known[0], values):
             known = self._copies[name, device] = values.clone(), values.to(device).contiguous()
+        if device.type == "cuda":  # made on the stream of the first call; memory is not given away while this one still reads it
+            known[1].record_stream(torch.cuda.current_stream(device))
         return known[1]
 
     def rows(self) -> list[tuple[int, int, int]]:

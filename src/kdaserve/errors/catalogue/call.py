@@ -240,7 +240,7 @@ kdaserve.chunk_kda(**call)""",
         fix="move `{argument}` to {expected} when it is made, not in the step.",
         meaning="""A kernel reads all its tensors from one device. One tensor of the call lives elsewhere. Nothing is moved
 silently, because a copy in every step costs a sync and cannot be part of a CUDA graph.""",
-        trigger="`tensor.device` differs from the device of the first tensor of the call.",
+        trigger="`tensor.device` differs from that of the first tensor of the call; or a CUDA graph is captured and `Snapshots` are on the host.",
         situations=(
             "Slot ids or `cu_seqlens` were built on the CPU by the scheduler and not copied to the GPU.",
             "Tensor or pipeline parallel: the pool was allocated on cuda:0 by every rank, without the rank's own device.",

@@ -49,7 +49,7 @@ def state_pointers(call: PrefillCall, h: Tensor | None, snapshots: Snapshots) ->
 
 def snapshots_of(call: PrefillCall) -> Snapshots:
     """Sequence, tokens and slot of the snapshots of a call, on its device; None where it has none, so that kernels are compiled without them."""
-    return call.snapshots.on(call.q.device) if call.snapshots is not None and len(call.snapshots.slot) else None
+    return call.snapshots.on(call.q.device, call.op) if call.snapshots is not None and len(call.snapshots.slot) else None
 
 
 def dtypes_of(snapshots: Snapshots) -> tuple[torch.dtype, ...] | None:
