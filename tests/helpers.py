@@ -7,12 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 import kdaserve
 from conftest import Call
-from kdaserve import KdaError
+from kdaserve import KdaError, guards
 from kdaserve.testing import assert_same_bits, decode_inputs, prefill_inputs
 
 DECODE = "packed_decode_kda"
@@ -27,7 +25,7 @@ def call_of(op: str, device: str = "cpu", **options: Any) -> Call:
 
 def refused(op: str, call: Call, *codes: str) -> str:
     """The text of a refusal from the catalogue, with one of `codes`; nothing may have been written."""
-    tensors = {name: x for name, x in call.items() if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested and not x.is_meta}
+    tensors = {name: x for name, x in call.items() if guards.has_storage(x)}
     before = {name: x.detach().clone() for name, x in tensors.items()}
     with pytest.raises(KdaError) as caught:
         getattr(kdaserve, op)(**call)

@@ -11,7 +11,7 @@ import torch
 
 import kdaserve
 from conftest import Call, Target
-from kdaserve import BackendError, ContractError, InternalError, contract, dispatch
+from kdaserve import BackendError, ContractError, InternalError, calls, contract, dispatch
 from kdaserve.testing import assert_same_bits, decode_inputs, prefill_inputs
 
 OPS = tuple(contract.TABLE)
@@ -108,6 +108,26 @@ def test_auto_takes_the_first_that_can(op: str, monkeypatch: pytest.MonkeyPatch)
     assert not seen, "explain_choice runs nothing"
     run(op, call_of(op))
     assert len(seen) == 1
+
+
+def test_of_two_kinds_of_gpu_the_one_that_a_call_is_on_counts(monkeypatch: pytest.MonkeyPatch):
+    """Whichever is the current one, and whichever it was when the question came first."""
+    kinds = [(7, 5), (9, 0), (8, 0)]
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(kinds))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: kinds[0 if device is None else device.index])
+    assert dispatch._no_gpu(dispatch.HOPPER) is None
+    assert dispatch._no_gpu(((10, 0), (10, 0))) == (
+        "it needs compute capability 10.0, there is compute capability 7.5 of cuda:0, compute capability 9.0 of cuda:1, "
+        "compute capability 8.0 of cuda:2"
+    )
+    row = next(row for row in dispatch.BACKENDS if row.name == "sm90")
+    call = calls.checked_call("chunk_kda", prefill_inputs([3], k_dim=128, v_dim=128, dtype=torch.bfloat16))
+    for index in range(3):
+        layout = dataclasses.replace(call.layout, device=torch.device("cuda", index), refusals={})
+        refusal = row.refusal(dataclasses.replace(call, layout=layout))
+        assert (refusal or {}).get("missing") == (None if index == 1 else f"compute capability {'.'.join(map(str, kinds[index]))} of cuda:{index}")
+    assert "compute capability 9.0" in refusal["supported"]
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -23,6 +23,8 @@ GUARDS: dict[str, Callable[..., bool]] = {
 X = torch.zeros(4, 6)
 META = torch.zeros(4, 6, device="meta")
 LEAF = torch.zeros(2, requires_grad=True)
+RESIZED = torch.zeros(2)
+RESIZED.untyped_storage().resize_(0)
 
 
 def poisoned(value: float) -> torch.Tensor:
@@ -53,7 +55,7 @@ CASES: dict[str, tuple[list[tuple], list[tuple]]] = {
     "has_dtype": ([(X, torch.float32), (X, torch.int32, torch.float32)], [(X, torch.float64), (None, torch.float32)]),
     "same_dtype": ([(X, X, META), (X,)], [(X, X, X.double()), (X, None)]),
     "same_device": ([(X, X.int()), (META, META)], [(X, META), (X, None)]),
-    "has_storage": ([(X, X)], [(X, META), (None,)]),
+    "has_storage": ([(X, X), (X[:0],)], [(X, META), (None,), (RESIZED,)]),
     "last_dim_contiguous": (
         [(X,), (X[:, :3], X[::2]), (torch.zeros(3, 8)[:, ::2][:, :1],)],
         [(X.T,), (X, X[:, ::2]), (None,), (torch.zeros(()),)],

@@ -113,6 +113,17 @@ def test_a_plan_made_in_inference_mode_is_an_ordinary_one(device: str):
         assert not any(table.is_inference() for table in tables)
 
 
+@pytest.mark.parametrize("every_op", OPS)
+def test_autograd_knows_what_a_call_has_written(target: Target, every_op: str):
+    """A product before the call kept the pool for its gradient: that is refused, not made of the new pool."""
+    call = call_of(every_op, device=target.device)
+    weight = torch.ones(1, device=target.device, requires_grad=True)
+    product = (weight * call["initial_state"]).sum()
+    target.run(every_op, call)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 @pytest.mark.parametrize("table", ["cu_seqlens", "chunk_offsets", "chunk_indices", "schedule"])
 def test_a_mutated_plan_does_not_reach_the_next_step(target: Target, op: str, table: str):
     call = call_of(op, target.device)

@@ -201,6 +201,37 @@ def test_tensors_on_meta(every_op: str, check: str):
         refused(every_op, call | with_all | tracking | {"check": check}, "KDA204")
 
 
+class Wrapper(torch.Tensor):
+    """Shape and strides of a tensor, and no memory: as DTensor."""
+
+    @staticmethod
+    def __new__(cls, x: Tensor) -> Tensor:
+        return torch.Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, *args: Any) -> Any:
+        raise AssertionError("nothing is computed with it")
+
+
+def resized(x: Tensor) -> Tensor:
+    """Its memory was given back, as that of sharded parameters."""
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def of_a_transform(x: Tensor) -> Tensor:
+    """What a function of `torch.func` is called with."""
+    return torch._C._functorch._add_batch_dim(x[None], 0, 1)
+
+
+@pytest.mark.parametrize("without_memory", [Wrapper, resized, of_a_transform], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("every_op", "name"), [(op, name) for op in OPS for name in ("initial_state", "mixed_qkv" if op == DECODE else "q")])
+def test_tensors_without_memory(every_op: str, name: str, without_memory: Callable[[Tensor], Tensor]):
+    call = call_of(every_op)
+    assert f"`{name}`" in refused(every_op, call | {name: without_memory(call[name])}, "KDA108")
+
+
 INDEX_KINDS = {**KINDS, "meta": lambda x: x.to("meta")}
 
 

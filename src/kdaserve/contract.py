@@ -108,7 +108,7 @@ class Layout:
     Attributes:
         sizes: by symbol.
         scale: factor of the output, its default filled in.
-        device_type: of all tensors.
+        device: of all tensors.
         dtypes: of the floating-point tensors given, by name.
         extents: bytes from the first to the end of the last element of every tensor given, by name.
         written: names of those that are updated in place.
@@ -118,7 +118,7 @@ class Layout:
 
     sizes: Mapping[str, int]
     scale: float
-    device_type: str
+    device: torch.device
     dtypes: Mapping[str, torch.dtype]
     extents: Mapping[str, int]
     written: tuple[str, ...]
@@ -206,7 +206,7 @@ def _layout(op: str, arguments: Mapping[str, Any]) -> Layout:
     return Layout(
         sizes=sizes,
         scale=_checked_scale(op, arguments["scale"], sizes["K"]),
-        device_type=given[0][1].device.type,
+        device=given[0][1].device,
         dtypes={a.name: x.dtype for a, x in given if x.is_floating_point()},
         extents={a.name: memory.extent(x) for a, x in given},
         written=tuple(a.name for a, _ in given if a.written),
@@ -355,8 +355,16 @@ def _check_level(op: str, check: Any) -> None:
 
 
 def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
-    """KDA121, KDA122: what is written lies on nothing else of the call (`out` may be the very view `v`), and autograd allows it."""
-    places = [(name, arguments[name].data_ptr(), extent) for name, extent in layout.extents.items()]
+    """KDA108: all have memory; KDA121, KDA122: what is written lies on nothing else (`out` may be the very view `v`), and autograd allows it."""
+    try:
+        places = [(name, arguments[name].data_ptr(), extent) for name, extent in layout.extents.items()]
+    except RuntimeError:  # asked of what only stands for a tensor
+        places = [(name, 0, extent) for name, extent in layout.extents.items()]
+    if layout.device.type != "meta":
+        for name, place, extent in places:
+            if place == 0 and extent and not guards.has_storage(arguments[name]):
+                got = f"{_type_name(arguments[name])} without memory"
+                raise error("KDA108", op=op, argument=name, expected="a dense tensor with memory of its own", got=got)
     for name in layout.written:
         tensor = arguments[name]
         # A plain tensor can be updated; the guard takes longer.

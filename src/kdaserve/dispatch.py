@@ -21,6 +21,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton runs kernels in its interpreter, on the CPU: for tests, since it takes seconds for what a GPU does in microseconds."""
 
 
+Capability = tuple[int, int]
+AMPERE_AND_NEWER: tuple[Capability, Capability] = (8, 0), (99, 9)
+HOPPER: tuple[Capability, Capability] = (9, 0), (9, 0)
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """One row of the table. Importing the row imports nothing of the backend."""
@@ -41,6 +46,8 @@ class Backend:
     """Names of the tensors that it takes in 16 bits only."""
     normed: bool = False
     """Whether it takes only calls with `use_qk_l2norm_in_kernel`."""
+    capabilities: tuple[Capability, Capability] | None = None
+    """The least and the greatest compute capability of an NVIDIA GPU that it runs on; None for any."""
     unavailable: Callable[[], str | None] = lambda: None
     """The reason why it cannot run on this machine, or None."""
     rounds: bool = False
@@ -72,7 +79,8 @@ class Backend:
         wanted = ["gradients"] if call.needs_grad else []
         sizes = {} if self.dim is None else {name: layout.sizes[name] for name in ("K", "V")}
         missing = [] if op in self.ops else [op]
-        missing += [] if layout.device_type in self.devices_here else [f"device {layout.device_type}"]
+        missing += [] if layout.device.type in self.devices_here else [f"device {layout.device.type}"]
+        missing += _other_gpu(layout.device, self.capabilities)
         missing += [f"{name} in {dtype_name(dtype)}" for name, dtype in layout.dtypes.items() if not self._takes(name, dtype)]
         missing += [f"{name} = {size}" for name, size in sizes.items() if size != self.dim]
         missing += [] if self.gradients else wanted
@@ -82,14 +90,36 @@ class Backend:
         dtypes = ", ".join(dict.fromkeys(dtype_name(dtype) for dtype in layout.dtypes.values()))
         taken = [f"devices {', '.join(self.devices_here)}", ", ".join(dtype_name(dtype) for dtype in self.dtypes)]
         taken += ([] if self.dim is None else [f"K = V = {self.dim}"]) + (["gradients"] if self.gradients else [])
+        taken += [f"compute capability {_shown(*self.capabilities)}"] if self.capabilities else []
         taken += [f"{', '.join(self.short)} in 16 bits"] if self.short else []
         taken += ["use_qk_l2norm_in_kernel=True"] if self.normed else []
         taken += [] if op in self.ops else [", ".join(self.ops)]
         return {
-            "required": "; ".join([f"device {layout.device_type}", dtypes, *(f"{name} = {size}" for name, size in sizes.items()), *wanted]),
+            "required": "; ".join([f"device {layout.device.type}", dtypes, *(f"{name} = {size}" for name, size in sizes.items()), *wanted]),
             "supported": "; ".join(taken),
             "missing": ", ".join(missing),
         }
+
+
+def _shown(least: Capability, greatest: Capability) -> str:
+    """A range of compute capabilities."""
+    return ".".join(map(str, least)) + ("" if least == greatest else " or newer")
+
+
+def _other_gpu(device: torch.device, capabilities: tuple[Capability, Capability] | None) -> list[str]:
+    """What of a device is outside of a range of compute capabilities, if anything is. Other vendors have none."""
+    if capabilities is None or device.type != "cuda" or torch.version.hip is not None:
+        return []
+    found = torch.cuda.get_device_capability(device)
+    return [] if capabilities[0] <= found <= capabilities[1] else [f"compute capability {_shown(found, found)} of {device}"]
+
+
+def _no_gpu(capabilities: tuple[Capability, Capability]) -> str | None:
+    """Why no GPU of this machine has a compute capability in a range, or None. The GPU of a call is looked at when it comes (`Backend.refusal`)."""
+    others = [_other_gpu(torch.device("cuda", i), capabilities) for i in range(torch.cuda.device_count())]
+    if not all(others):
+        return None
+    return f"it needs compute capability {_shown(*capabilities)}, there is {', '.join(text for other in others for text in other) or 'no GPU'}"
 
 
 _module = functools.cache(importlib.import_module)
@@ -103,9 +133,7 @@ def _triton_unavailable() -> str | None:
         return None
     if not torch.cuda.is_available():
         return "torch finds no GPU (with TRITON_INTERPRET=1 in the environment the kernels run in Triton's interpreter, slowly)"
-    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
-        return f"it needs compute capability 8.0, the GPU has {'.'.join(map(str, torch.cuda.get_device_capability()))}"
-    return None
+    return _no_gpu(AMPERE_AND_NEWER)
 
 
 @functools.cache
@@ -119,9 +147,7 @@ def _sm90_unavailable() -> str | None:
 
     if not triton.__version__.startswith("3.6."):
         return f"it needs triton 3.6, there is {triton.__version__}"
-    if torch.version.hip is not None or torch.cuda.get_device_capability() != (9, 0):
-        return "it needs a GPU of compute capability 9.0"
-    return None
+    return "it needs an NVIDIA GPU" if torch.version.hip is not None else _no_gpu(HOPPER)
 
 
 UNKNOWN = "of unknown version"
@@ -167,6 +193,7 @@ BACKENDS: tuple[Backend, ...] = (
         dim=128,
         short=("q", "k", "v", "g"),
         normed=True,
+        capabilities=HOPPER,
         unavailable=_sm90_unavailable,
     ),
     Backend(
@@ -178,6 +205,7 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
         rounds=True,
+        capabilities=AMPERE_AND_NEWER,
         unavailable=_triton_unavailable,
         in_triton=True,
     ),
@@ -190,6 +218,7 @@ BACKENDS: tuple[Backend, ...] = (
         dtypes=(torch.bfloat16, torch.float16, torch.float32),
         gradients=False,
         rounds=True,
+        capabilities=AMPERE_AND_NEWER,
         unavailable=_helion_unavailable,
         in_triton=True,
     ),
@@ -250,7 +279,7 @@ def choose(call: CheckedCall, name: str) -> Backend:
     """
     if guards.is_one_of(name, ("auto",)):
         for backend in BACKENDS:
-            if call.layout.device_type in backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
+            if call.layout.device.type in backend.automatic and backend.unavailable() is None and backend.refusal(call) is None:
                 return backend
         raise error("KDA204", op=call.op, reasons="; ".join(f"{b} {why}" for b, why in reasons(call, None).items()))
     named = next((backend for backend in BACKENDS if isinstance(name, str) and backend.name == name), None)
@@ -277,8 +306,8 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
             found[backend.name] = f"cannot run here: {unavailable}"
         elif (refusal := backend.refusal(call)) is not None:
             found[backend.name] = f"does not take {refusal['missing']}"
-        elif call.layout.device_type not in backend.automatic:
-            found[backend.name] = f"runs on {call.layout.device_type} only when named"
+        elif call.layout.device.type not in backend.automatic:
+            found[backend.name] = f"runs on {call.layout.device.type} only when named"
         else:
             found[backend.name] = f"takes the call; {chosen} is better"
     return found
@@ -287,13 +316,14 @@ def reasons(call: CheckedCall, chosen: str | None) -> dict[str, str]:
 def execute(call: CheckedCall, name: str) -> Any:
     """Runs `call` on the backend that `choose` gives; anything it raises that is not ours, nor want of memory, becomes KDA501."""
     backend = choose(call, name)
-    device = call.layout.device_type
+    device = call.layout.device.type
     run = backend.implementation(call.op).run
     try:
         if torch.is_autocast_enabled(device):  # S12: it would round the state's arithmetic
             with torch.autocast(device, enabled=False):
-                return run(call)
-        return run(call)
+                result = run(call)
+        else:
+            result = run(call)
     except (KdaError, torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as cause:
@@ -302,3 +332,9 @@ def execute(call: CheckedCall, name: str) -> Any:
         if "modified inplace" in str(cause):  # a view that autograd does not let us write, which only it can know
             raise error("KDA122", op=call.op, argument="` or `".join(call.layout.written)) from cause
         raise error("KDA501", op=call.op, backend=backend.name, cause=f"{type(cause).__name__}: {cause}") from cause
+    if not backend.gradients:  # its kernels write past autograd, which must know of it: what an earlier product saved for its gradient is gone
+        for name in call.layout.written:
+            written = getattr(call, name)
+            if not written.is_inference():
+                torch.autograd.graph.increment_version(written)
+    return result

@@ -55,8 +55,11 @@ def same_device(first: Any, *others: Any) -> bool:
 
 
 def has_storage(*tensors: Any) -> bool:
-    """Every tensor holds data; tensors on the meta device do not."""
-    return is_tensor(*tensors) and all(tensor.device.type != "meta" for tensor in tensors)
+    """Every tensor has memory of its own; those on the meta device, of `torch.func` and `torch.compile`, and wrappers such as DTensor have not."""
+    try:
+        return is_tensor(*tensors) and all(tensor.data_ptr() != 0 or (tensor.numel() == 0 and tensor.device.type != "meta") for tensor in tensors)
+    except RuntimeError:  # asked of what only stands for a tensor
+        return False
 
 
 def last_dim_contiguous(*tensors: Any) -> bool:

@@ -39,6 +39,6 @@ def checked_call(arguments: Mapping[str, Any]) -> DecodeCall:
     """The checked record of a call given by all its arguments; raises before anything is written (S19)."""
     call = contract.checked_record(DecodeCall, OP, arguments)
     values.check_decode_indices(call, sync=arguments["check"] == "values")
-    if arguments["check"] == "values" and call.layout.device_type != "meta":  # no values there; dispatch refuses the device
+    if arguments["check"] == "values" and call.layout.device.type != "meta":  # no values there; dispatch refuses the device
         values.check_decode_data(call)
     return call

@@ -65,7 +65,7 @@ def checked_call(op: str, arguments: Mapping[str, Any]) -> PrefillCall:
             arguments = {**arguments, "cu_seqlens": plan.cu_seqlens}
     call = contract.checked_record(PrefillCall, op, arguments)
     values.check_prefill_indices(call, sync=arguments["check"] == "values")
-    if arguments["check"] == "values" and call.layout.device_type != "meta":  # no values there; dispatch refuses the device
+    if arguments["check"] == "values" and call.layout.device.type != "meta":  # no values there; dispatch refuses the device
         values.check_prefill_data(call)
     return call
 

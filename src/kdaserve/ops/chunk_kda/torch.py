@@ -46,7 +46,7 @@ def _chunks_per_block(call: PrefillCall, plan: PrefillPlan) -> int:
     if call.needs_grad:  # all: the backward pass needs them anyway, and every block would cost it a gradient of full size
         return plan.tokens
     # On a CPU 32 chunks and heads, 1 MB a tensor at K = 128, stay in the cache (docs/design/torch-backend.md); elsewhere few launches count.
-    triples = 32 if call.layout.device_type == "cpu" else 4096
+    triples = 32 if call.layout.device.type == "cpu" else 4096
     return triples // call.sizes["HV"]
 
 

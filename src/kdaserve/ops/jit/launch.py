@@ -172,8 +172,8 @@ class Launch:
             encoded.clear()
         shape, strides = (matrix.rows, matrix.columns), (matrix.stride, 1)
         made = triton.runtime.driver.active.utils.fill_tma_descriptor(address, *start.maps[i], shape, strides, 0)
-        encoded[address] = made, *shape, *strides
-        return encoded[address]
+        found = encoded[address] = (made, *shape, *strides)
+        return found
 
     def _launch(self, tensors: Sequence[Tensor | None], arguments: tuple, unit: int) -> None:
         described = [_descriptor(x, matrix) for x, matrix in zip(tensors, self._maps, strict=False)]
