@@ -147,7 +147,7 @@ def test_company_does_not_matter(target: Target, op: str, heads: int):
 
 @given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=7), data=st.data())
 def test_any_subset_in_any_order(target: Target, lengths: list[int], data: st.DataObject):
-    op = data.draw(st.sampled_from(["chunk_kda", "recurrent_kda"]))
+    op = data.draw(st.sampled_from([op for op in ("chunk_kda", "recurrent_kda") if op in target.row.ops]))
     heads = data.draw(st.sampled_from([1, 2, 3, 8]))
     order = data.draw(st.permutations(range(len(lengths))))[: data.draw(st.integers(1, len(lengths)))]
     call = prefill_inputs(lengths, heads=heads, k_dim=data.draw(st.sampled_from([16, 48])), seed=len(lengths), device=target.device)

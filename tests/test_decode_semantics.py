@@ -5,6 +5,8 @@ import torch
 from torch import Tensor
 
 from conftest import Target
+from gpu import alone_with_the_memory
+from helpers import DECODE
 from kdaserve.testing import assert_same_bits, decode_inputs, prefill_inputs
 from test_pool_semantics import spread, with_tail
 
@@ -85,16 +87,20 @@ def test_only_named_rows_of_a_strided_pool_change(target: Target, pool_dtype: to
 
 
 def test_slot_beyond_two_to_the_31_elements(target: Target):
-    slots, HV, D = 10_924, 12, 128
-    buffer = torch.empty(slots, HV, D, D, device=target.device)
-    call = decode_inputs(1, heads=HV, k_dim=D, v_dim=D, slots=1, device=target.device)
-    buffer[-1] = call["initial_state"][0]
-    far = {"initial_state": buffer, "ssm_state_indices": torch.tensor([slots - 1], dtype=torch.int32, device=target.device)}
-    far["out"] = torch.empty_like(call["out"])
-    target.run("packed_decode_kda", call)
-    target.run("packed_decode_kda", call | far)
-    assert_same_bits(far["out"], call["out"], "output from slot 10,923")
-    assert_same_bits(buffer[-1], call["initial_state"][0], "slot 10,923")
+
+    def job() -> None:
+        slots, HV, D = 10_924, 12, 128
+        buffer = torch.empty(slots, HV, D, D, device=target.device)
+        call = decode_inputs(1, heads=HV, k_dim=D, v_dim=D, slots=1, device=target.device)
+        buffer[-1] = call["initial_state"][0]
+        far = {"initial_state": buffer, "ssm_state_indices": torch.tensor([slots - 1], dtype=torch.int32, device=target.device)}
+        far["out"] = torch.empty_like(call["out"])
+        target.run("packed_decode_kda", call)
+        target.run("packed_decode_kda", call | far)
+        assert_same_bits(far["out"], call["out"], "output from slot 10,923")
+        assert_same_bits(buffer[-1], call["initial_state"][0], "slot 10,923")
+
+    alone_with_the_memory(job)
 
 
 def test_strided_rows(target: Target):
@@ -180,7 +186,7 @@ def test_every_length_below_a_chunk_then_one_decode_step(target: Target, op: str
     target.run(op, first)
     last = whole | {name: whole[name][0, ends - 1][:, None] for name in ("q", "k", "v", "g", "beta")}
     step = decode_step(last | {"initial_state": first["initial_state"]}, 0, whole["initial_state_indices"])
-    target.decoder.check_decode(step)
+    target.with_op(DECODE).check_decode(step)
     o = target.check_prefill(op, whole)
     target.assert_agree(step["out"][:, 0], o[0, ends - 1], "last token decoded against prefilled")
     target.assert_agree(first["initial_state"], whole["initial_state"], "states of the two")
@@ -198,7 +204,7 @@ def test_prefill_then_decode_is_a_longer_prefill(target: Target, lower_bound: fl
     decoded = []
     for token in range(tokens, tokens + steps):
         step = decode_step(whole | {"initial_state": pool}, token, whole["initial_state_indices"])
-        decoded.append(target.decoder.check_decode(step))
+        decoded.append(target.with_op(DECODE).check_decode(step))
     o = target.run("chunk_kda", whole)
     target.assert_agree(torch.cat(decoded, 1), o[:, tokens:], "decoded tokens")
     target.assert_agree(pool, whole["initial_state"], "pool after decoding")

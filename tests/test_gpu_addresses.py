@@ -133,9 +133,8 @@ def test_tokens_far_apart(serving_target: Target, op: str):
             call[name].copy_(plain[name])
         return {"output": serving_target.run(op, call), "initial_state": call["initial_state"]}
 
-    found = alone_with_the_memory(far)
     expected = results(serving_target, op, plain)
-    for name, x in found.items():
+    for name, x in alone_with_the_memory(far).items():
         assert_same_bits(x, expected[name], f"{name} of tokens far apart")
 
 

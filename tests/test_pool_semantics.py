@@ -6,6 +6,7 @@ from torch import Tensor
 
 import oracle
 from conftest import Call, Target
+from gpu import alone_with_the_memory
 from kdaserve import Snapshots
 from kdaserve.testing import assert_same_bits, prefill_inputs
 
@@ -82,14 +83,18 @@ def test_all_slots_but_one_in_use(target: Target, op: str):
 
 def test_slot_beyond_two_to_the_31_elements(target: Target):
     """S15; the memory of slots that nobody touches is never committed."""
-    slots, HV, D = 10_924, 12, 128
-    buffer = torch.empty(slots, HV, D, D, device=target.device)
-    call = prefill_inputs([2], heads=HV, k_dim=D, v_dim=D, slots=1, device=target.device)
-    buffer[-1] = call["initial_state"][0]
-    o = target.run("chunk_kda", call)
-    far = {"initial_state": buffer, "initial_state_indices": torch.tensor([slots - 1], dtype=torch.int32, device=target.device)}
-    assert_same_bits(target.run("chunk_kda", call | far), o, "output from slot 10,923")
-    assert_same_bits(buffer[-1], call["initial_state"][0], "slot 10,923")
+
+    def job() -> None:
+        slots, HV, D = 10_924, 12, 128
+        buffer = torch.empty(slots, HV, D, D, device=target.device)
+        call = prefill_inputs([2], heads=HV, k_dim=D, v_dim=D, slots=1, device=target.device)
+        buffer[-1] = call["initial_state"][0]
+        o = target.run("chunk_kda", call)
+        far = {"initial_state": buffer, "initial_state_indices": torch.tensor([slots - 1], dtype=torch.int32, device=target.device)}
+        assert_same_bits(target.run("chunk_kda", call | far), o, "output from slot 10,923")
+        assert_same_bits(buffer[-1], call["initial_state"][0], "slot 10,923")
+
+    alone_with_the_memory(job)
 
 
 # S4, S5: rows past the end
