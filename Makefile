@@ -15,8 +15,8 @@ demo: .venv/installed
 	$(BIN)/kdaserve demo
 
 test: .venv/installed
-	# One thread each: those of numpy and torch would only wait for each other.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+	# One thread each: those of numpy and torch would only wait for each other. Tests take from microseconds to a minute, so idle workers take from others.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff check .
