@@ -354,17 +354,16 @@ def _check_level(op: str, check: Any) -> None:
         raise error("KDA125", op=op, option="check", got=repr(check), expected=", ".join(CHECKS))
 
 
-def check_written(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
+def check_memory(op: str, layout: Layout, arguments: Mapping[str, Any]) -> None:
     """KDA108: all have memory; KDA121, KDA122: what is written lies on nothing else (`out` may be the very view `v`), and autograd allows it."""
     try:
         places = [(name, arguments[name].data_ptr(), extent) for name, extent in layout.extents.items()]
     except RuntimeError:  # asked of what only stands for a tensor
-        places = [(name, 0, extent) for name, extent in layout.extents.items()]
-    if layout.device.type != "meta":
-        for name, place, extent in places:
-            if place == 0 and extent and not guards.has_storage(arguments[name]):
-                got = f"{_type_name(arguments[name])} without memory"
-                raise error("KDA108", op=op, argument=name, expected="a dense tensor with memory of its own", got=got)
+        places = None
+    if places is None or (layout.device.type != "meta" and not all(place or not extent for _, place, extent in places)):
+        name = next(name for name in layout.extents if not guards.has_storage(arguments[name]))
+        got = f"{_type_name(arguments[name])} without memory"
+        raise error("KDA108", op=op, argument=name, expected="a dense tensor with memory of its own", got=got)
     for name in layout.written:
         tensor = arguments[name]
         # A plain tensor can be updated; the guard takes longer.
@@ -389,7 +388,7 @@ def checked_record(record: type[Record], op: str, arguments: Mapping[str, Any]) 
     Raises: KDA102 to KDA117, KDA121 to KDA125.
     """
     layout = checked_layout(op, arguments)
-    check_written(op, layout, arguments)
+    check_memory(op, layout, arguments)
     return record(
         op=op,
         layout=layout,

@@ -58,14 +58,17 @@ class Snapshots:
 
         Raises: KDA107 when they are on another device, or on the host while a CUDA graph is captured, whose copy would not follow.
         """
-        return self._on("sequence", device, op), self._on("tokens", device, op), self._on("slot", device, op)
+        captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        for name in ("sequence", "tokens", "slot"):
+            found = getattr(self, name).device
+            if found != device and (captured or found.type != "cpu"):
+                raise error("KDA107", op=op, argument=f"snapshots.{name}", got=found, expected=device, source="q")
+        return self._on("sequence", device), self._on("tokens", device), self._on("slot", device)
 
-    def _on(self, name: str, device: torch.device, op: str) -> Tensor:
+    def _on(self, name: str, device: torch.device) -> Tensor:
         values: Tensor = getattr(self, name)
         if values.device == device:
             return values.contiguous()
-        if values.device.type != "cpu" or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-            raise error("KDA107", op=op, argument=f"snapshots.{name}", got=values.device, expected=device, source="q")
         known = self._copies.get((name, device))
         if known is None or not torch.equal(known[0], values):
             known = self._copies[name, device] = values.clone(), values.to(device).contiguous()

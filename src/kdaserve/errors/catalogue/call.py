@@ -276,17 +276,20 @@ kdaserve.chunk_kda(**call)""",
         fix="pass {expected} for `{argument}`.",
         meaning="""An argument is no tensor where one is needed, or no number or flag where one is needed. Lists and arrays are
 not converted: that would allocate and copy in every step, and the copy could not be replayed by a CUDA graph.""",
-        trigger="A required tensor is None, a list, a numpy array or a number; or a scalar option is a tensor, a string or None.",
+        trigger="""A required tensor is None, a list, a numpy array or a number; or a scalar option is a tensor, a string or None;
+or a tensor has no memory of its own.""",
         situations=(
             "Slot ids are passed as the scheduler's Python list.",
             "`lower_bound` or `scale` is read from a checkpoint or a JSON file as a tensor or a string.",
             "A flag is passed as 0 or 1, or a positional argument slipped by one place.",
             "`snapshots` is a plain list of tuples instead of a `kdaserve.Snapshots`.",
+            "A projection hands over a DTensor, the storage of a tensor was resized to nothing, or the call is inside a function of `torch.func`.",
         ),
         solutions=(
             "Make tensors once with the step's metadata: `torch.tensor(slots, dtype=torch.int32, device=device)`.",
             "Turn configuration values into Python numbers when the model is loaded: `float(config.gate_lower_bound)`.",
             "Pass everything after `beta` by keyword.",
+            "Call with local tensors: `q.to_local()` of a DTensor.",
         ),
         before="""\
 call = prefill_inputs(lengths=[51])
