@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,6 +19,7 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.compiler import make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -40,7 +42,7 @@ READERS = {chain_kernel: "cp.async.bulk.tensor.2d.global.shared", prepare_kernel
 
 
 def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", pool: str = "fp32", unit: int = UNIT, **constants: Any) -> dict:
-    """Registers, bytes of stack and of shared memory, products, loads, stores and copies by TMA, and what the assembler warns of."""
+    """Registers, bytes of stack and of shared memory, products, loads, stores and copies by TMA, what the assembler warns of."""
     form = kernel.forms[unit]
     options = {name: constants.pop(name) for name in [*constants] if name not in kernel.constants}
     values = {**dict.fromkeys(absent), **constants, "UNIT": unit}
@@ -81,8 +83,32 @@ def build(kernel: Kernel, absent: tuple[str, ...] = (), inputs: str = "bf16", po
         "loads": collections.Counter(re.findall(r"\bLDG\.[A-Z0-9.]+", sass)),
         "copies": len(re.findall(r"\bUTMALDG\.", sass)),
         "fenced": fenced(compiled.asm["ptx"], READERS[kernel]),
+        "reused": reused(compiled.asm["ttgir"]),
         "warnings": [line for line in (said.stdout + said.stderr).splitlines() if "wgmma" in line.lower()],
     }
+
+
+def reused(ttgir: str) -> list[str]:
+    """Allocations of shared memory that lie, before or after, where a barrier does."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ttgir") as file:
+        file.write(ttgir)
+        file.flush()
+        context = ir.context()
+        ir.load_dialects(context)
+        nvidia.load_dialects(context)
+        module = ir.parse_mlir_module(file.name, context)
+        module.context = context
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, HOPPER.arch, 80)
+    manager.run(module, "reused")
+    found = re.findall(r"ttg\.local_alloc.*?allocation\.offset = (\d+).*?memdesc<((?:\d+x)+)[a-z]+(\d+),", str(module))
+    places = [(int(first), int(first) + math.prod(map(int, shape[:-1].split("x"))) * int(bits) // 8, bits == "64") for first, shape, bits in found]
+    barriers = [place for place in places if place[2]]
+    assert barriers, "a kernel without barriers"
+    return [str((a, b)) for a in barriers for b in places if a is not b and a[0] < b[1] and b[0] < a[1]]
 
 
 def fenced(ptx: str, reader: str) -> bool:

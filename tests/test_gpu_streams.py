@@ -1,7 +1,11 @@
-"""Calls beside each other and again and again give the same bits (S10, S16): on two streams, on a late stream, a thousand times."""
+"""Calls beside each other and again and again give the same bits (S10, S16): on two streams, on a late stream, a thousand times,
+on a GPU that others use."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +21,17 @@ LONG: dict[str, Any] = {"heads": 4, "k_dim": 128, "v_dim": 128, "dtype": torch.b
 SHORT: dict[str, Any] = {"heads": 2, "v_heads": 4, "k_dim": 64, "v_dim": 64, "dtype": torch.bfloat16}
 MILLISECOND = 1_000_000
 """About so many cycles of the clock by which `torch.cuda._sleep` counts."""
+OTHERS = 4
+BUSY = """
+import torch
+x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+torch.cuda.synchronize()
+print("busy", flush=True)
+while True:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
 
 
 def two_calls(op: str, device: str) -> list[Call]:
@@ -73,3 +88,29 @@ def test_a_thousand_times_the_same_bits(serving_target: Target, every_op: str, s
         wrong |= differ(results(serving_target, every_op, call), expected)
     torch.cuda.synchronize()
     assert not wrong, f"{every_op}: other bits in one of 1000 runs"
+
+
+@pytest.fixture
+def others() -> Iterator[None]:
+    """Processes that are busy on the GPU, which it is taken from and given back to, wherever a kernel is."""
+    processes = [subprocess.Popen([sys.executable, "-c", BUSY], stdout=subprocess.PIPE, text=True) for _ in range(OTHERS)]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "busy\n"
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.usefixtures("others")
+def test_a_gpu_that_others_use(serving_target: Target):
+    calls = {op: call_with_states(op, [(37 * n) % 131 for n in range(70)], serving_target.device, **SHORT) for op in serving_target.row.ops}
+    for op, call in calls.items():
+        expected = results(serving_target, op, call)
+        wrong = torch.zeros((), dtype=torch.int32, device=serving_target.device)
+        for _ in range(2000):
+            wrong += differ(results(serving_target, op, call), expected)
+        assert wrong == 0, f"{op}: other bits in {int(wrong)} of 2000 runs"

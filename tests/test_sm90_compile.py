@@ -77,6 +77,12 @@ def test_nothing_spills_but_what_must(built: dict[str, dict[str, Any]], name: st
 
 
 @every
+def test_nothing_else_lies_where_a_barrier_does(built: dict[str, dict[str, Any]], name: str):
+    """Not even when it has been waited for: it changes there when a GPU goes from one process to the next."""
+    assert built[name]["reused"] == []
+
+
+@every
 def test_products_run_side_by_side(built: dict[str, dict[str, Any]], name: str):
     """The assembler warns where it puts a wait behind every product. Each is four instructions.
 

@@ -184,7 +184,6 @@ def prepare_kernel(
     i_t = gl.arange(0, 4, gl.SliceLayout(1, TOKENS))[:, None] * 16 + gl.arange(0, 4, gl.SliceLayout(0, TOKENS))[None, :] * TB
     o_c = gl.arange(0, BS, CHANNELS)[None, :][None, :, :]
     mbarrier.wait(full, 0)
-    full._keep_alive()
     if rows < C:
         mask_chunk(sKQ, sG, rows)
     k_norms = norms(box(sKQ, 0, d_k.dtype), box(sKQ, 1, d_k.dtype), i_t, rows, 1.0, L2NORM)
@@ -231,6 +230,8 @@ def prepare_kernel(
         k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
         p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW, WIDE,
     )  # fmt: skip
+    # Where the GPU is taken from a program and given back, the hardware writes to its barriers: nothing else may lie there, not even later.
+    full._keep_alive()
     sKQ._keep_alive()
     sNear._keep_alive()
     sNorm._keep_alive()
