@@ -24,11 +24,13 @@ class Expected:
 
     Attributes:
         o: `[B, T, HV, V]`, zero at padding rows.
+        added: `[B, T, HV, V]`, the root of the sum of the squares of what is added up to o: its size, but where o is a small difference.
         lengths: tokens of each sequence.
         states: for each sequence `[HV, V, K]` by the number of tokens it has seen; the length is always among them.
     """
 
     o: Tensor
+    added: Tensor
     lengths: list[int]
     states: list[dict[int, Tensor]]
 
@@ -44,17 +46,17 @@ def prefill(call: dict[str, Any], ask: Callable[[int], Iterable[int]] = every_64
     else:
         lengths = [T] * B if plan is None else list(plan.lengths)
     scale = K**-0.5 if call.get("scale") is None else call["scale"]
-    o = torch.zeros(B * T, HV, V, dtype=torch.float64)
+    o, added = torch.zeros(2, B * T, HV, V, dtype=torch.float64)
     states, start = [], 0
     for length, slot in zip(lengths, call["initial_state_indices"].tolist(), strict=True):
         batch, first = (start // T, start % T) if length else (0, 0)
         raw = (x[batch, first : first + length] for x in (q, k, v, g, beta))
         S = torch.zeros(HV, V, K, dtype=torch.float64) if slot < 0 else pool[slot]
         tokens = activated(call, *raw, beta_is_raw=call.get("beta_is_raw", False))
-        o[start : start + length], kept = recurrence(*tokens, S, scale, {*ask(length), length})
+        o[start : start + length], added[start : start + length], kept = recurrence(*tokens, S, scale, {*ask(length), length})
         states.append(kept)
         start += length
-    return Expected(o.view(B, T, HV, V), lengths, states)
+    return Expected(o.view(B, T, HV, V), added.view(B, T, HV, V), lengths, states)
 
 
 def decode(call: dict[str, Any]) -> tuple[Tensor, dict[int, Tensor]]:
@@ -68,7 +70,7 @@ def decode(call: dict[str, Any]) -> tuple[Tensor, dict[int, Tensor]]:
         if slot >= 0:
             q, k, v = packed[row : row + 1].split([H * K, H * K, HV * V], 1)
             raw = q.view(1, H, K), k.view(1, H, K), v.view(1, HV, V), a[row].view(1, HV, K), b[row].view(1, HV)
-            o[row], kept = recurrence(*activated(call, *raw, beta_is_raw=True), pool[slot], scale, {1})
+            o[row], _, kept = recurrence(*activated(call, *raw, beta_is_raw=True), pool[slot], scale, {1})
             states[slot] = kept[1]
     return o, states
 
@@ -95,10 +97,10 @@ def activated(call: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor, 
 
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor, scale: float, ask: Iterable[int]
-) -> tuple[Tensor, dict[int, Tensor]]:
-    """One sequence: q, k, g `[T, HV, K]`, v `[T, HV, V]`, beta `[T, HV]`, S `[HV, V, K]`; the outputs and the states asked for."""
+) -> tuple[Tensor, Tensor, dict[int, Tensor]]:
+    """One sequence: q, k, g `[T, HV, K]`, v `[T, HV, V]`, beta `[T, HV]`, S `[HV, V, K]`; `Expected.o` and `added`, and the states asked for."""
     S = S.transpose(1, 2).clone()  # [HV, K, V], as the equations have it
-    o, states, ask = torch.zeros_like(v), {}, set(ask)
+    o, added, states, ask = torch.zeros_like(v), torch.zeros_like(v), {}, set(ask)
     for t in range(len(q) + 1):
         if t in ask:
             states[t] = S.transpose(1, 2).clone()
@@ -106,5 +108,6 @@ def recurrence(
             S = torch.exp(g[t])[:, :, None] * S  # E1
             r = v[t] - (S * k[t][:, :, None]).sum(1)  # E2
             S = S + beta[t][:, None, None] * k[t][:, :, None] * r[:, None, :]  # E3
-            o[t] = scale * (S * q[t][:, :, None]).sum(1)  # E4
-    return o, states
+            terms = scale * S * q[t][:, :, None]
+            o[t], added[t] = terms.sum(1), terms.norm(dim=1)  # E4
+    return o, added, states

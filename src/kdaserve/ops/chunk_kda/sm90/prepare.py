@@ -230,7 +230,7 @@ def prepare_kernel(
         k1, k2, kx, q1, q2, qx, few, sNear, sNorm, sNormQ, sBeta, sWidest, sKQ._reinterpret(gl.float32, [C, K], PLAIN), rows,
         p_q, p_k, p_g, p_bias, p_tiles, q_t * UNIT, k_t * UNIT, g_t * UNIT, inner, outer, GATE, L2NORM, BETA_RAW, WIDE,
     )  # fmt: skip
-    # Where the GPU is taken from a program and given back, the hardware writes to its barriers: nothing else may lie there, not even later.
+    # What else lies where a barrier was changes when the GPU is taken from a program and given back (docs/facts.md).
     full._keep_alive()
     sKQ._keep_alive()
     sNear._keep_alive()
