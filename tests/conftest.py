@@ -118,7 +118,7 @@ LOW = (torch.float32, torch.bfloat16, torch.float16)
 FP32 = Tolerance(3e-5, 1e-3, 3e-5)
 """Arithmetic in float32."""
 BF16 = Tolerance(1e-2, 2e-2, 1e-2)
-"""Products of operands in bf16: 3.7e-3 on usual inputs, of the output of a single token up to 9e-3."""
+"""Products of operands in bf16: 3.7e-3 on usual inputs, up to 9e-3 where there is a single token: in a model of the roundings, of 18,000."""
 TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
     **{("reference", dtype): Tolerance(1e-12, 1e-10, 1e-6) for dtype in (*LOW, torch.float64)},
     **{("torch", dtype): FP32 for dtype in LOW},
@@ -239,12 +239,12 @@ class Target:
             assert_same_bits(actual, expected, f"{self}: {what}")
 
     def check_prefill(
-        self, op: str, call: Call, ask: Callable[[int], Iterable[int]] = oracle.every_64, correlated: bool = False, apart: bool = True, **changes: Any
+        self, op: str, call: Call, ask: Callable[[int], Iterable[int]] = oracle.every_64, correlated: bool = False, **changes: Any
     ) -> Any:
         """Runs a prefill and checks all of it against the oracle.
 
         Checked are the output, the final states, `h`, tracked states and snapshots; every pool row that is not named, every track row with -1
-        and every input must keep its bits. Outputs of sequences are compared one by one, or, unless `apart`, all together.
+        and every input must keep its bits. Outputs of sequences are compared one by one.
         """
         call = {**call, **changes}
         expected = oracle.prefill(call, ask)
@@ -257,11 +257,7 @@ class Target:
             self.assert_close(actual, wanted, f"{op}: {what}", inputs, correlated, op, added)
 
         assert o.dtype == inputs
-        outputs = list(sequences(o, expected))
-        if outputs and not apart:
-            _, rows, wanted, added = zip(*outputs, strict=True)
-            outputs = [("all sequences", torch.cat(rows), torch.cat(wanted), torch.cat(added))]
-        for what, rows, wanted, added in outputs:
+        for what, rows, wanted, added in sequences(o, expected):
             close(rows, wanted, f"output of {what}", added)
         assert_same_bits(o.flatten(0, 1)[sum(expected.lengths) :], torch.zeros_like(o.flatten(0, 1)[sum(expected.lengths) :]), "padding rows of o")
         if h is not None:
