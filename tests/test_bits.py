@@ -61,7 +61,10 @@ def test_split_at_64_gives_the_same_bits(target: Target, op: str, cuts: list[int
     target.assert_same(pool_split, pool, f"{op}: pool cut at {cuts}")
 
 
-@pytest.mark.parametrize(("heads", "k_dim", "v_dim", "length"), [(1, 16, 16, 128), (5, 32, 48, 900), (2, 128, 128, 300), (70, 16, 16, 200)])
+@pytest.mark.parametrize(
+    ("heads", "k_dim", "v_dim", "length"),
+    [(1, 16, 16, 128), (5, 32, 48, 900), (2, 128, 128, 300), pytest.param(70, 16, 16, 200, marks=pytest.mark.long)],
+)
 def test_split_at_64_with_other_sizes(bitwise_target: Target, heads: int, k_dim: int, v_dim: int, length: int, threads: int):
     """Long or wide enough that a backend works in several blocks and threads, whose borders must not show."""
     call = prefill_inputs([length], heads=heads, k_dim=k_dim, v_dim=v_dim, device=bitwise_target.device)
@@ -92,7 +95,7 @@ def test_split_elsewhere_is_close(target: Target, cuts: list[int], dtype: torch.
     target.assert_agree(pool_split, pool, f"pool cut at {cuts}", call["q"].dtype)
 
 
-@pytest.mark.parametrize("heads", [2, 70])
+@pytest.mark.parametrize("heads", [2, pytest.param(70, marks=pytest.mark.long)])
 def test_recurrent_split_with_more_threads(bitwise_target: Target, heads: int, threads: int):
     call = prefill_inputs([20], heads=heads, k_dim=48, v_dim=32, device=bitwise_target.device)
     o, pool = run(bitwise_target, "recurrent_kda", call)
@@ -183,7 +186,7 @@ def test_batched_equals_packed(target: Target, op: str, batch: int, length: int)
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 8, 17])
-@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 32), (3, 128)])
+@pytest.mark.parametrize(("heads", "dim"), [(1, 16), (2, 32), pytest.param(3, 128, marks=pytest.mark.long)])
 def test_decode_company_does_not_matter(bitwise_target: Target, batch: int, heads: int, dim: int, threads: int):
     call = decode_inputs(17, heads=heads, k_dim=dim, v_dim=dim, device=bitwise_target.device)
     pool = call["initial_state"].clone()
