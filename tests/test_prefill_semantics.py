@@ -110,6 +110,7 @@ def test_heads_and_dimensions(target: Target, op: str, heads: int, v_heads: int,
     target.check_prefill(op, call)
 
 
+@pytest.mark.long
 def test_largest_dimensions(target: Target, op: str):
     target.check_prefill(op, observed([66], heads=1, k_dim=256, v_dim=256, device=target.device))
 
